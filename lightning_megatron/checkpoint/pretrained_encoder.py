@@ -15,6 +15,7 @@ from lightning_megatron.checkpoint.open_checkpoint import FullTensors, OpenCheck
 from lightning_megatron.checkpoint.values import read_single_file
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.hub import local_folder
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.encoder_config import EncoderConfig, EncoderHead
 from lightning_megatron.models.hugging_face_folder import read_config
@@ -68,8 +69,9 @@ class PretrainedEncoder:
         """Read the configuration at a path.
 
         Args:
-            path: Hugging Face folder of a BERT or RoBERTa, checkpoint of ``BERTPretraining`` that
-                this strategy saved, or single-file checkpoint of ``BERTPretraining``.
+            path: Hugging Face folder of a BERT or RoBERTa, its name on the Hub, checkpoint of
+                ``BERTPretraining`` that this strategy saved, or single-file checkpoint of
+                ``BERTPretraining``.
 
         Raises:
             CheckpointMismatchError: If the path holds neither a folder nor a checkpoint.
@@ -78,6 +80,7 @@ class PretrainedEncoder:
                 not supported.
             MissingExtraError: If the folder needs transformers, which is not installed.
         """
+        path = local_folder(path)
         if Path(path, "config.json").is_file():
             settings = read_config(path).to_dict()
             model_type = settings.get("model_type")
@@ -93,8 +96,7 @@ class PretrainedEncoder:
         if hyper_parameters is None:
             raise CheckpointMismatchError(
                 "path must be a Hugging Face folder or a checkpoint of BERTPretraining: "
-                f"{path!r} has neither config.json nor the header of a checkpoint. Check the path; "
-                "nothing is downloaded."
+                f"{path!r} has neither config.json nor the header of a checkpoint. Check the path."
             )
         fields = hyper_parameters.get("config")
         if not isinstance(fields, Mapping):

@@ -23,7 +23,7 @@ from lightning_megatron.cli.checkpoint import DTYPES, DtypeName
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.hub import tokenizer_files
+from lightning_megatron.hub import local_folder, tokenizer_files
 from lightning_megatron.swap import parallelize
 
 EXAMPLES = """examples:
@@ -52,7 +52,7 @@ def convert(
     """Turn checkpoints into Hugging Face folders, and back.
 
     Args:
-        source: A checkpoint of this library, or a local Hugging Face folder.
+        source: A checkpoint of this library, a Hugging Face folder, or a model's name on the Hub.
         output: The folder or checkpoint to write.
         name: Attribute of the LightningModule that holds the model; by default the only one, or
             model.
@@ -85,10 +85,10 @@ def convert(
                 "--merge and --tokenizer are only for conversion to a Hugging Face folder: "
                 f"{source} is already one. Leave them out."
             )
-        import_model(source, output, name or "model", chosen)
+        import_model(local_folder(source), output, name or "model", chosen)
         print(f"{output}: a checkpoint of {source}")
     if verify:
-        checkpoint, folder = (source, output) if is_export else (output, source)
+        checkpoint, folder = (source, output) if is_export else (output, local_folder(source))
         _verify(find_model(checkpoint, name, unsafe), folder, output)
 
 
@@ -121,6 +121,8 @@ def _check_whole(saved: SavedModel | SavedOwnCodeModel) -> None:
 
 def _tokenizer_files(folder: str | None) -> dict[str, bytes]:
     """Return the files of a folder that belong to the tokenizer or to generation."""
+    if folder is not None:
+        folder = local_folder(folder, has_weights=False)
     files = {} if folder is None else tokenizer_files(folder)
     if folder is not None and not files:
         raise CheckpointMismatchError(

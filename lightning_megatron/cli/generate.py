@@ -89,7 +89,7 @@ def generate(
     """Continue prompts with a language model, under any layout. The text appears as it is produced.
 
     Args:
-        model: A local Hugging Face folder, or a checkpoint.
+        model: A Hugging Face folder, a model's name on the Hub, or a checkpoint.
         prompt: Prompts.
         prompts: Text with a prompt on each line, or JSON lines with the key `prompt`.
         tokenizer: bytes, gpt2 or a path; by default that of the Hugging Face folder.

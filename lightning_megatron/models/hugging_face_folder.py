@@ -41,8 +41,9 @@ def read_config(path: str) -> Any:
     # Unlike pathlib, os.path returns False for names that are too long or have illegal characters.
     if not os.path.isfile(os.path.join(path, _CONFIG)):
         raise UnsupportedError(
-            "path must be a local folder with config.json, because models are not downloaded: "
-            f"{shown(path)} is not. Use a folder written by save_pretrained or `hf download`."
+            "path must be a local folder with config.json, or a model's name on the Hub, such as "
+            f"Qwen/Qwen3-0.6B: {shown(path)} is not. Use such a name, or a folder written by "
+            "save_pretrained."
         )
     with name_folder_in_errors(
         path, "config.json must be a configuration that transformers can read"

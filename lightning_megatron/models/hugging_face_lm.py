@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.hub import TOKENIZER, tokenizer_files
+from lightning_megatron.hub import TOKENIZER, local_folder, tokenizer_files
 from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.models.hugging_face_folder import load_model, random_model, read_config
 from lightning_megatron.models.lora import PEFT, LoraSettings, bare_model
@@ -37,8 +37,8 @@ class HuggingFaceCausalLM(TokenModule):
         document, or {"position_ids": (B, S)} that restart in each document.
 
     Args:
-        path: Local folder with ``config.json`` and, unless ``from_scratch``, the weights in
-            safetensors files.
+        path: Folder with ``config.json`` and, unless ``from_scratch``, the weights in safetensors
+            files; or its name on the Hub, such as ``Qwen/Qwen3-0.6B``.
         from_scratch: Whether to start from random weights. Under MegatronStrategy they depend on
             the seed but not on the layout, and differ from the random weights of transformers.
         dtype: Dtype of the weights before the Trainer's ``precision`` converts them; ``auto`` means
@@ -56,7 +56,7 @@ class HuggingFaceCausalLM(TokenModule):
         CorruptDataError: If ``config.json`` is not valid JSON.
         CheckpointMismatchError: If transformers rejects the folder, or the folder lacks weights (in
             ``configure_model``).
-        UnsupportedError: If the path is not a local folder with ``config.json``, or
+        UnsupportedError: If the path is no folder with ``config.json`` or name on the Hub, or
             ``expert_settings`` are used with another strategy.
         MissingExtraError: If transformers, or peft for ``lora``, is not installed.
     """
@@ -73,6 +73,8 @@ class HuggingFaceCausalLM(TokenModule):
         arguments = coerced_arguments(HuggingFaceCausalLM.__init__, locals())
         super().__init__(**training)
         self.path: str = arguments["path"]
+        #: Local folder of the model: the path, or that of its name in the cache of the Hub.
+        self.folder = local_folder(self.path, has_weights=not from_scratch)
         self.from_scratch = from_scratch
         self.dtype_name = dtype
         self.expert_settings = expert_settings
@@ -87,7 +89,7 @@ class HuggingFaceCausalLM(TokenModule):
         self.save_hyperparameters({name: arguments[name] for name in names} | plain)
         # This imports transformers before configure_model, so that the strategy can keep ranks from
         # loading the whole model.
-        self.config: Any = read_config(self.path)
+        self.config: Any = read_config(self.folder)
         if expert_settings is not None:
             # The conversion rules of the model's family read the settings from the configuration.
             self.config.expert_settings = expert_settings
@@ -112,14 +114,14 @@ class HuggingFaceCausalLM(TokenModule):
         if self.model is None:
             build = random_model if self.from_scratch else load_model
             # `from_pretrained` returns a model in evaluation mode, without dropout.
-            model = build(self.path, self.config, self.dtype_name).train()
+            model = build(self.folder, self.config, self.dtype_name).train()
             self.model = model if self.lora is None else self.lora.adapted(model)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the files of the tokenizer, with the chat template of the data if that has one."""
         read = getattr(self.trainer.datamodule, "tokenizer_files", None)  # type: ignore[attr-defined]
-        checkpoint[TOKENIZER] = tokenizer_files(self.path) if read is None else read()
+        checkpoint[TOKENIZER] = tokenizer_files(self.folder) if read is None else read()
 
     @override
     def on_fit_start(self) -> None:

@@ -98,7 +98,7 @@ def test_commands_load_neither_torch_nor_lightning_nor_a_parser_before_they_need
 def test_errors_are_one_message_without_traceback(refused, base):
     for command, message in {
         "preprocess /no/file.txt x": "lightning-megatron preprocess: error: ",
-        "fit --model lightning_megatron.HuggingFaceCausalLM --model.path nowhere": "lightning-megatron fit: error: path must be a local folder with config.json",
+        "fit --model lightning_megatron.HuggingFaceCausalLM --model.path nowhere": "lightning-megatron fit: error: path must be a local folder with config.json, or a model's name on the Hub",
         f"fit -c {base} {STRATEGY} --trainer.strategy.tp 2": "fit: error: world_size (1) must be a multiple of tp",
         f"fit -c {base} --trainer.strategy megatrn": "fit: error: trainer: You selected an invalid strategy name",
         "fit -c recipe:gpt": "recipe:gpt is not a recipe of this package. The recipes are: bert_336m_gpu,",

@@ -103,7 +103,7 @@ EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transforme
 # Lines of code, without blank lines, comments and docstrings, that a room may have. Budgets only fall:
 # a change that needs more deletes as much elsewhere, or says in its message why it cannot.
 BUDGETS: dict[str, int] = {
-    "beside rooms": 580,
+    "beside rooms": 690,
     "checkpoint": 2830,
     "cli": 3390,
     "data": 3780,
@@ -118,8 +118,8 @@ BUDGETS: dict[str, int] = {
     "pipeline": 780,
     "plan": 5000,
     "strategy": 11600,
-    "swap": 8760,
-    "tasks": 4470,
+    "swap": 8770,
+    "tasks": 4480,
 }
 MIN_FILE_LINES = 70
 MAX_FILE_LINES = 700
@@ -129,7 +129,7 @@ MAX_FUNCTION_LINES = 60
 SMALL_FILES = set(
     """
     __main__.py building_blocks.py cli/clean.py cli/preprocess.py cli/recipes.py cli/seeds.py disk_sync.py
-    errors.py extras.py families.py graphs/user_hooks.py half_types.py hub.py
+    errors.py extras.py families.py graphs/user_hooks.py half_types.py
     layers/fused/vector_product.py layers/parameters/remade.py
     models/lora.py once.py plan/columns.py
     public_names.py shapes.py version.py

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
 from lightning_megatron.extras import import_extra
+from lightning_megatron.hub import local_folder
 from lightning_megatron.models.hugging_face_folder import name_folder_in_errors
 from lightning_megatron.swap.families import find_family
 from lightning_megatron.swap.pretrained.deferred import (
@@ -81,9 +82,12 @@ class _Finder(MetaPathFinder):
 _IRRELEVANT = frozenset(
     """
     adapter_kwargs attn_implementation cache_dir code_revision force_download local_files_only
-    low_cpu_mem_usage proxies revision token trust_remote_code use_safetensors _from_auto
+    low_cpu_mem_usage proxies revision token trust_remote_code use_safetensors _commit_hash
+    _from_auto
     """.split()
 )
+#: Those with which Hugging Face's own code looks for a model on the Hub.
+_OTHER_PLACES = ("cache_dir", "force_download", "proxies", "subfolder", "token")
 #: Keys of the mapping that ``from_pretrained`` also returns with ``output_loading_info=True``.
 _LOADING_INFO = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 
@@ -237,6 +241,8 @@ def _from_pretrained(
     dtype = options.pop("dtype", options.pop("torch_dtype", None))
     config = options.pop("config", None)
     options.pop("pretrained_model_name_or_path", None)
+    if isinstance(path, str) and not any(kwargs.get(name) for name in _OTHER_PLACES):
+        path = _named_on_hub(path, kwargs.get("revision"))
     is_folder = len(args) <= 1 and isinstance(path, (str, Path)) and Path(path).is_dir()
     if not is_folder or not SafetensorsFolder.exists_in(path):
         return load(cls, *args, **kwargs)
@@ -273,6 +279,16 @@ def _from_pretrained(
             model.generation_config = type(model.generation_config).from_pretrained(path)
     # Tensors that the folder lacks raise an error when the weights are read.
     return (model.eval(), dict.fromkeys(_LOADING_INFO, frozenset())) if with_info else model.eval()
+
+
+def _named_on_hub(path: str, revision: Any) -> str:
+    """Return the local folder of a model by its name on the Hub; other paths stay as they are."""
+    # transformers replaces the revision of the caller by a commit, and keeps it in this attribute.
+    revision = getattr(revision, "initial", revision)
+    # A model without files that shards are read from is left to Hugging Face's code.
+    with suppress(UnsupportedError):
+        return local_folder(path if revision is None else f"{path}@{revision}")
+    return path
 
 
 def _of_numbers(config: Any) -> Any:

@@ -74,8 +74,9 @@ class ChatDataModule(ConversationDataModule):
 
     Args:
         train: Files of JSON lines (.jsonl, also .gz) or Parquet, folders of them, folders written
-            by ``save_to_disk`` of datasets, or globs.
-        tokenizer: Local folder of a Hugging Face tokenizer.
+            by ``save_to_disk`` of datasets, globs, or names of data sets on the Hub, such as
+            ``HuggingFaceH4/ultrachat_200k:train_sft``.
+        tokenizer: Folder of a Hugging Face tokenizer, or a model's name on the Hub.
         packing: Whether a row has several whole conversations, packed by best fit, whose tokens do
             not attend to each other; otherwise a row has one conversation and padding.
         balance_attention: Whether to balance the attention work of packed rows over data ranks, as

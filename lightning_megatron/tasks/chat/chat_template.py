@@ -17,7 +17,11 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from lightning_megatron.building_blocks import read_pretrained_tokenizer, tokenizer_files
+from lightning_megatron.building_blocks import (
+    local_folder,
+    read_pretrained_tokenizer,
+    tokenizer_files,
+)
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.tasks.chat.conversations import Conversation, Message
@@ -35,12 +39,13 @@ class ChatTokenizer:
     """Hugging Face tokenizer with a chat template. It runs no code from the folder.
 
     Args:
-        folder: Local folder with ``tokenizer.json``.
+        folder: Folder with ``tokenizer.json``, or a model's name on the Hub.
         template: Path of a Jinja file whose template replaces that of the tokenizer; None uses the
             template of the tokenizer.
     """
 
     def __init__(self, folder: str, template: str | None = None) -> None:
+        folder = local_folder(folder, has_weights=False)
         if not os.path.isfile(os.path.join(folder, "tokenizer.json")):
             raise UnsupportedError(
                 f"the tokenizer of conversations must be a local folder with tokenizer.json: "

@@ -102,7 +102,7 @@ class ConversationDataModule(FileDataModule):
 
     Args:
         train: Files of rows; see ``FileDataModule``.
-        tokenizer: Local folder of a Hugging Face tokenizer.
+        tokenizer: Folder of a Hugging Face tokenizer, or a model's name on the Hub.
         chat_template: Jinja file whose template replaces that of the tokenizer.
         too_long: Treatment of rows with a longer conversation than ``seq_length`` + 1 tokens: "cut"
             keeps its beginning, "leave_out" drops the row, and "refuse" raises an error. A row that

@@ -31,7 +31,7 @@ class TaskDataModule(RowDataModule):
     """Batches of a task's rows, all of the same shape; a subclass reads and encodes the files.
 
     Args:
-        tokenizer: Local folder of the tokenizer of a BERT or RoBERTa.
+        tokenizer: Folder of the tokenizer of a BERT or RoBERTa, or its name on the Hub.
         seq_length: Length of a sequence with its special tokens; shorter ones are padded (tokens).
         cache_dir: Folder that caches the encoded rows; None keeps them in memory.
         options: Arguments of ``RowDataModule``: ``batch_size``, ``global_batch_size``, ``ramp_up``,

@@ -139,7 +139,7 @@ class GlueDataModule(TaskDataModule):
     Args:
         task: ``mnli``, ``qqp`` or ``sst2``.
         folder: Folder with the TSV files of the task, under their original names.
-        tokenizer: Local folder of the tokenizer of a BERT or RoBERTa.
+        tokenizer: Folder of the tokenizer of a BERT or RoBERTa, or its name on the Hub.
         test: Labelled files of a test set, which GLUE itself does not publish; None means no test
             set.
         malformed: Handling of malformed lines: ``refuse`` raises with the file and the line,

@@ -114,7 +114,7 @@ class RaceDataModule(TaskDataModule):
     Args:
         folder: Folder ``RACE`` with the subfolders ``train``, ``dev`` and ``test``, each with
             ``middle`` and ``high``.
-        tokenizer: Local folder of the tokenizer of a BERT or RoBERTa.
+        tokenizer: Folder of the tokenizer of a BERT or RoBERTa, or its name on the Hub.
         question_length: Maximum length of a question with its option, which is cut at its end
             (tokens).
         options: Arguments of ``TaskDataModule``: ``seq_length``, ``batch_size``,

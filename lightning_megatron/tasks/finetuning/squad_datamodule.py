@@ -30,7 +30,7 @@ class SquadDataModule(TaskDataModule):
     Args:
         version: ``1.1``, or ``2.0`` with questions that have no answer.
         folder: Folder with ``train-v1.1.json`` and ``dev-v1.1.json``, or ``v2.0``.
-        tokenizer: Local folder of the tokenizer of a BERT or RoBERTa.
+        tokenizer: Folder of the tokenizer of a BERT or RoBERTa, or its name on the Hub.
         test: File of a test set, which SQuAD itself does not publish; None means no test set.
         seq_length: Length of a window with its question and special tokens (tokens).
         doc_stride: Overlap of successive windows in the context, as in transformers (tokens).

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_megatron.building_blocks import read_json, read_pretrained_tokenizer
+from lightning_megatron.building_blocks import local_folder, read_json, read_pretrained_tokenizer
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.extras import import_extra
 
@@ -26,16 +26,17 @@ class PairTokenizer:
     Equal to ``transformers.AutoTokenizer`` of the folder. Code in the folder is not run.
 
     Args:
-        folder: Local folder with ``vocab.txt``, or with ``tokenizer.json`` of WordPiece or of the
-            byte-level BPE of RoBERTa.
+        folder: Folder, or name on the Hub, with ``vocab.txt``, or with ``tokenizer.json`` of
+            WordPiece or of the byte-level BPE of RoBERTa.
     """
 
     def __init__(self, folder: str) -> None:
+        folder = local_folder(folder, has_weights=False)
         files = [Path(folder, name) for name in ("tokenizer.json", "vocab.txt")]
         if not any(path.is_file() for path in files):
             raise UnsupportedError(
                 "the tokenizer must be a local folder with tokenizer.json or vocab.txt: "
-                f"{folder!r} is not. Nothing is downloaded. Use the folder of a BERT or "
+                f"{folder!r} is not. Use the folder of a BERT or "
                 "RoBERTa."
             )
         self.folder = folder

@@ -42,7 +42,8 @@ class DPO(HuggingFaceCausalLM):
     times its log-ratio: its log-probability by the model minus that by the reference model.
 
     Args:
-        path: Local folder with ``config.json`` and the weights in safetensors files.
+        path: Folder with ``config.json`` and the weights in safetensors files, or its name on the
+            Hub.
         beta: Weight of the log-ratios; smaller values allow larger deviations from the reference
             model.
         loss_type: Loss of a pair; see ``PairLoss``.

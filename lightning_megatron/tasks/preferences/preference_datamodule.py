@@ -171,7 +171,7 @@ class PreferenceDataModule(ConversationDataModule):
 
     Args:
         train: Files of JSON lines (.jsonl, also .gz) or Parquet, folders of them, or globs.
-        tokenizer: Local folder of a Hugging Face tokenizer.
+        tokenizer: Folder of a Hugging Face tokenizer, or a model's name on the Hub.
         length_multiple: The length of a batch is that of its longest conversation, rounded up to a
             multiple of this number. With None it is always ``seq_length``, which CUDA graphs and
             experts on several ranks need (tokens).
