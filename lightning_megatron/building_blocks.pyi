@@ -28,6 +28,7 @@ from lightning_megatron.generation.decoding import gpt_of as gpt_of
 from lightning_megatron.generation.stop_text import StopStrings as StopStrings
 from lightning_megatron.generation.token_pass import evaluation_mode as evaluation_mode
 from lightning_megatron.groups.collectives import all_gather_objects as all_gather_objects
+from lightning_megatron.hub import hub_name as hub_name
 from lightning_megatron.hub import local_folder as local_folder
 from lightning_megatron.hub import tokenizer_files as tokenizer_files
 from lightning_megatron.models.token_module import IGNORED as IGNORED

@@ -21,12 +21,14 @@ from lightning_megatron.data.corpora import (
     split_corpus,
 )
 from lightning_megatron.data.description import CorpusDescription
-from lightning_megatron.data.row_datamodule import PARTS, RowDataModule
+from lightning_megatron.data.row_datamodule import PARTS, PARTS_OF_STAGES, RowDataModule
 from lightning_megatron.data.samples import Corpora, Samples
 from lightning_megatron.data.speeches import prepare_speeches
 from lightning_megatron.data.token_file import TokenFile
-from lightning_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from lightning_megatron.data.token_index import check_header
+from lightning_megatron.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.hub import hub_name
 from lightning_megatron.plan.settings import NotNegative, coerced_arguments
 
 
@@ -136,6 +138,16 @@ class CorpusDataModule(RowDataModule):
             written = prepare_speeches(self.data_dir, self.tokenizer, self.by_sentence)
             heldout = [written["heldout"]]
             self.files = {"train": [written["train"]], "val": heldout, "test": heldout}
+
+    @override
+    def check_before_launch(self, stage: str | None) -> None:
+        tokenizer = self._tokenizer_spec or "bytes"
+        if hub_name(tokenizer, "model") is None:
+            find_tokenizer(tokenizer)
+        for set_name, prefixes in self.files.items():
+            if set_name.partition("/")[0] in PARTS_OF_STAGES.get(stage, PARTS):
+                for prefix in prefixes:
+                    check_header(prefix)
 
     @override
     def sets_of(self, part: str) -> list[str]:

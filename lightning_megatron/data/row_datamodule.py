@@ -21,7 +21,7 @@ from lightning_megatron.plan.settings import Count, Elements, Index, Range, coer
 Part = Literal["train", "val", "test"]
 PARTS: tuple[Part, ...] = ("train", "val", "test")
 #: Parts of the data that a stage of the Trainer reads; other stages read all of them.
-_PARTS_OF_STAGES: dict[str | None, tuple[Part, ...]] = {
+PARTS_OF_STAGES: dict[str | None, tuple[Part, ...]] = {
     "fit": ("train", "val"),
     "validate": ("val",),
     "test": ("test",),
@@ -199,10 +199,20 @@ class RowDataModule(LightningDataModule):
         """
         return TokenLoader(self.batches_of(samples), sampler, self.num_workers, self.pin_memory)
 
+    def check_before_launch(self, stage: str | None) -> None:
+        """Refuse missing files and damaged headers before the strategy starts other processes.
+
+        Overrides load no tokenizer, read no whole file of data, and download nothing: names on the
+        Hub pass.
+
+        Args:
+            stage: ``fit``, ``validate``, ``test`` or ``predict``.
+        """
+
     def setup(self, stage: str | None = None) -> None:
         """Read the files of a stage, so that errors occur before the first step."""
         self._train_loader = None
-        for part in _PARTS_OF_STAGES.get(stage, PARTS):
+        for part in PARTS_OF_STAGES.get(stage, PARTS):
             for set_name in self.sets_of(part):
                 self.read(set_name)
 

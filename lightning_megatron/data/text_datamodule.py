@@ -20,8 +20,9 @@ from lightning_megatron.data.row_tokens import EncodedText, RowEncoder, StreamCo
 from lightning_megatron.data.samples import Samples, Windows
 from lightning_megatron.data.streaming import Streaming
 from lightning_megatron.data.text_rows import StreamedTexts, TextSamples
-from lightning_megatron.data.tokenizer import Tokenizer
+from lightning_megatron.data.tokenizer import Tokenizer, find_tokenizer
 from lightning_megatron.errors import CorruptDataError
+from lightning_megatron.hub import hub_name
 from lightning_megatron.plan.settings import coerced_arguments
 
 #: Smallest number of tokens of a document in which one token can be predicted (tokens).
@@ -157,6 +158,12 @@ class TextDataModule(FileDataModule):
     def eod(self) -> int | None:
         """Id of the end-of-document token; None if the tokenizer has none."""
         return self.tokenizer.eod
+
+    @override
+    def check_before_launch(self, stage: str | None) -> None:
+        tokenizer = self._encoder.options.tokenizer
+        if hub_name(tokenizer, "model") is None:
+            find_tokenizer(tokenizer)
 
     @override
     def read(self, set_name: str) -> None:

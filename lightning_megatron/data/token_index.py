@@ -180,6 +180,20 @@ def check_index(
         )
 
 
+def check_header(prefix: str) -> None:
+    """Check the header of an index and the size of its ``.bin`` file, without reading all of them.
+
+    Args:
+        prefix: Path without ``.bin`` and ``.idx``.
+    """
+    dtype, lengths, offsets, documents = read_index(idx_path(prefix))
+    path = bin_path(prefix)
+    expected = int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize if len(lengths) else 0
+    if not path.is_file() or path.stat().st_size != expected:
+        # The whole index tells whether it or the other file is damaged.
+        check_index(prefix, dtype, lengths, offsets, documents)
+
+
 def map_file(path: Path, dtype: np.dtype) -> npt.NDArray:
     """Memory-map a whole file; return an empty array for an empty file, which numpy cannot map."""
     try:

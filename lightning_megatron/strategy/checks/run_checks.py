@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
@@ -136,6 +136,22 @@ def check_module(module: LightningModule, mesh: ParallelMesh) -> None:
             "loss, which only the last stage has. Change the loss in training_step, read gradients "
             "in on_after_backward or on_before_optimizer_step, or use pp=1."
         )
+
+
+def check_data(module: LightningModule, arguments: Mapping[str, Any]) -> None:
+    """Let a data module refuse missing files, unless code of the user may write them in time.
+
+    Args:
+        arguments: Arguments of ``fit``, ``validate``, ``test`` or ``predict``, and ``trainer``.
+    """
+    given = (value for value in arguments.values() if isinstance(value, LightningDataModule))
+    data = next(given, None)
+    check = getattr(data, "check_before_launch", None)
+    if data is None or check is None:
+        return
+    homes = {hook.__module__ for hook in (module.prepare_data, data.prepare_data, data.setup)}
+    if {home.partition(".")[0] for home in homes} <= {"lightning", "lightning_megatron"}:
+        check(arguments["trainer"].state.fn)
 
 
 def check_train_loaders(trainer: Trainer, options: StrategyOptions, layout: ParallelLayout) -> None:

@@ -33,6 +33,7 @@ _GROWTH = 16
 #: Limit of the time that the rendering of one conversation computes (s).
 _MOST_SECONDS = 5.0
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MARKS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 
 
 class ChatTokenizer:
@@ -46,32 +47,13 @@ class ChatTokenizer:
 
     def __init__(self, folder: str, template: str | None = None) -> None:
         folder = local_folder(folder, has_weights=False)
-        if not os.path.isfile(os.path.join(folder, "tokenizer.json")):
-            raise UnsupportedError(
-                f"the tokenizer of conversations must be a local folder with tokenizer.json: "
-                f"{folder!r} is not. Use the folder of a Hugging Face model."
-            )
+        text = read_template(folder, template)
         self._tokenizer = read_pretrained_tokenizer(folder, "PreTrainedTokenizerFast")
         self.folder = folder
         self._template_file = template
         if template is not None:
-            try:
-                self._tokenizer.chat_template = Path(template).read_text("utf-8")
-            except OSError as error:
-                raise CorruptDataError(
-                    f"{template} cannot be read: {error.strerror}. Name a Jinja file as "
-                    "chat_template."
-                ) from error
-            except UnicodeDecodeError as error:
-                raise CorruptDataError(
-                    f"{template}: byte {error.start} is not UTF-8. Name a Jinja file as "
-                    "chat_template."
-                ) from error
-        if not isinstance(self._tokenizer.chat_template, str):
-            raise UnsupportedError(
-                f"the tokenizer of {folder} must have one chat template: it has none or several. "
-                "Use the folder of an instruction model, or set chat_template to a Jinja file."
-            )
+            self._tokenizer.chat_template = text
+        _check_one(self._tokenizer.chat_template, folder)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A worker process reads the files once, instead of unpickling a tokenizer for each task.
@@ -249,6 +231,64 @@ class ChatTokenizer:
                 f"{conversation.place} is rejected by the chat template of {self.folder}: {error}. "
                 "Repair the row, or use another template."
             ) from error
+
+
+def read_template(folder: str, template: str | None) -> str:
+    """Return the text of the chat template that a ``ChatTokenizer`` would have, without loading it.
+
+    Args:
+        folder: Local folder with ``tokenizer.json``, which must exist.
+        template: Path of a Jinja file; None reads the template of the folder.
+
+    Raises:
+        UnsupportedError: If the folder has no tokenizer, or not one template.
+        CorruptDataError: If a file cannot be read, or the template is not Jinja.
+    """
+    if not os.path.isfile(os.path.join(folder, "tokenizer.json")):
+        raise UnsupportedError(
+            f"the tokenizer of conversations must be a local folder with tokenizer.json: "
+            f"{folder!r} is not. Use the folder of a Hugging Face model."
+        )
+    path = Path(template or os.path.join(folder, "chat_template.jinja"))
+    settings = Path(folder, "tokenizer_config.json")
+    text: Any = None
+    try:
+        if template is not None or path.is_file():
+            text = path.read_text("utf-8")
+        elif settings.is_file():
+            path = settings
+            text = json.loads(path.read_text("utf-8")).get("chat_template")
+    except OSError as error:
+        raise CorruptDataError(
+            f"{path} cannot be read: {error.strerror}. Name a Jinja file as chat_template."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise CorruptDataError(
+            f"{path}: byte {error.start} is not UTF-8. Name a Jinja file as chat_template."
+        ) from error
+    except (ValueError, AttributeError) as error:
+        raise CorruptDataError(f"{path} is not a JSON object: {error}. Copy it again.") from error
+    jinja = import_extra("jinja2", "hf")
+    try:
+        # Only transformers knows the marks of answers, and takes seconds to import.
+        jinja.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(
+            _MARKS.sub("", _check_one(text, folder))
+        )
+    except jinja.TemplateSyntaxError as error:
+        raise CorruptDataError(
+            f"the chat template in {path} is not Jinja: {error.message} in its line "
+            f"{error.lineno}. Repair it, or use another template."
+        ) from error
+    return text
+
+
+def _check_one(template: Any, folder: str) -> str:
+    if not isinstance(template, str):
+        raise UnsupportedError(
+            f"the tokenizer of {folder} must have one chat template: it has none or several. "
+            "Use the folder of an instruction model, or set chat_template to a Jinja file."
+        )
+    return template
 
 
 @contextmanager

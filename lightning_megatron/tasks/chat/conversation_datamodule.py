@@ -19,9 +19,10 @@ from lightning_megatron.building_blocks import (
     RowTokens,
     StreamCounts,
     coerced_arguments,
+    hub_name,
 )
 from lightning_megatron.errors import CorruptDataError
-from lightning_megatron.tasks.chat.chat_template import ChatTokenizer
+from lightning_megatron.tasks.chat.chat_template import ChatTokenizer, read_template
 from lightning_megatron.tasks.chat.conversations import EXAMPLE, Conversation, conversation_of
 
 TooLong = Literal["cut", "leave_out", "refuse"]
@@ -134,6 +135,11 @@ class ConversationDataModule(FileDataModule):
         self.too_long: TooLong = given["too_long"]
         self.cache_dir = Path(given["cache_dir"] or self.files["train"][0].parent / "index_cache")
         self._encoded: dict[str, RowTokens] = {}
+
+    @override
+    def check_before_launch(self, stage: str | None) -> None:
+        if hub_name(self.tokenizer_folder, "model") is None:
+            read_template(self.tokenizer_folder, self.chat_template)
 
     @override
     def read(self, set_name: str) -> None:

@@ -19,12 +19,13 @@ from lightning_megatron.building_blocks import (
     Samples,
     cache_key,
     coerced_arguments,
+    hub_name,
     load_or_build,
 )
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.tasks.finetuning.rows import ARRAYS, TaskBatches, TaskRows, TaskSamples
 from lightning_megatron.tasks.finetuning.scores import TaskScores
-from lightning_megatron.tasks.finetuning.tokens import PairTokenizer
+from lightning_megatron.tasks.finetuning.tokens import PairTokenizer, check_folder
 
 
 class TaskDataModule(RowDataModule):
@@ -87,6 +88,11 @@ class TaskDataModule(RowDataModule):
     def vocab_size(self) -> int:
         """Largest token id of the tokenizer plus 1."""
         return self.tokenizer.vocab_size
+
+    @override
+    def check_before_launch(self, stage: str | None) -> None:
+        if hub_name(self.tokenizer_folder, "model") is None:
+            check_folder(self.tokenizer_folder)
 
     @override
     def read(self, set_name: str) -> None:

@@ -32,15 +32,10 @@ class PairTokenizer:
 
     def __init__(self, folder: str) -> None:
         folder = local_folder(folder, has_weights=False)
-        files = [Path(folder, name) for name in ("tokenizer.json", "vocab.txt")]
-        if not any(path.is_file() for path in files):
-            raise UnsupportedError(
-                "the tokenizer must be a local folder with tokenizer.json or vocab.txt: "
-                f"{folder!r} is not. Use the folder of a BERT or "
-                "RoBERTa."
-            )
+        check_folder(folder)
         self.folder = folder
-        self._tokenizer = read_pretrained_tokenizer(folder, _class_of(files[0]))
+        kind = _class_of(Path(folder, "tokenizer.json"))
+        self._tokenizer = read_pretrained_tokenizer(folder, kind)
         needed = {"CLS": self._tokenizer.cls_token_id, "SEP": self._tokenizer.sep_token_id}
         missing = [name for name, token in needed.items() if token is None]
         if missing or not self._tokenizer.is_fast:
@@ -162,6 +157,16 @@ class PairTokenizer:
         defaults = {"truncation": False, "padding": False, "return_attention_mask": False}
         return self._tokenizer(
             *texts, **(defaults | options), return_token_type_ids=True, verbose=False
+        )
+
+
+def check_folder(folder: str) -> None:
+    """Refuse a folder without the file of a tokenizer."""
+    files = [Path(folder, name) for name in ("tokenizer.json", "vocab.txt")]
+    if not any(path.is_file() for path in files):
+        raise UnsupportedError(
+            "the tokenizer must be a local folder with tokenizer.json or vocab.txt: "
+            f"{folder!r} is not. Use the folder of a BERT or RoBERTa."
         )
 
 

@@ -13,6 +13,7 @@ from lightning_megatron.errors import (
     UnsupportedError,
 )
 from lightning_megatron.tasks.chat import ChatDataModule
+from lightning_megatron.tasks.chat.chat_template import read_template
 from tests.tasks.chat.chat_folder import MARKED, conversations, turn, write_lines
 from tests.tasks.chat.checks import (
     ANSWER,
@@ -139,7 +140,26 @@ TEMPLATES = [
     (b"{{ raise_exception('no') }}", CorruptDataError, r"rows\.jsonl:1 is rejected by .* no"),
     (b"xy{% generation %}{% endgeneration %}hello", CorruptDataError, "with at least one token"),
     (b"{{ messages | length }}", UnsupportedError, r"rows\.jsonl:1: the first 1 messages must"),
+    (
+        b"{%- generation +%}\n{% break }",
+        CorruptDataError,
+        r"x\.jinja is not Jinja: .* in its line 2",
+    ),
 ]
+
+
+def test_a_template_with_marks_and_loop_controls_is_read_without_its_tokenizer(tmp_path):
+    text = (
+        "{% for m in messages %}{%- generation +%}{{ m }}{%+endgeneration-%}{% break %}{% endfor %}"
+    )
+    for name, content in {
+        "tokenizer.json": "damaged",
+        "tokenizer_config.json": json.dumps({"chat_template": text}),
+    }.items():
+        (tmp_path / name).write_text(content)
+    assert read_template(str(tmp_path), None) == text
+    (tmp_path / "chat_template.jinja").write_text("newer")
+    assert read_template(str(tmp_path), None) == "newer"
 
 
 @pytest.mark.parametrize("number", range(len(TEMPLATES)))
