@@ -37,27 +37,10 @@ class RawChunk:
     rows: tuple[FileRow, ...]
 
     @property
-    def lines(self) -> tuple[int, ...]:
-        """Line of each document of JSON lines, counted from 1."""
-        return tuple(row.end.number for row in self.rows)
-
-    @property
     def num_bytes(self) -> int:
         """Number of bytes read, without additional empty lines between documents (bytes)."""
         # Each line was followed by at least one line feed.
         return sum(row.num_bytes + row.is_json for row in self.rows)
-
-    def text(self, number: int, json_key: str) -> str:
-        """Return the text of a document.
-
-        Args:
-            number: Index of the document in the chunk.
-
-        Raises:
-            CorruptDataError: If a line is not a JSON object with this key, or text is not UTF-8.
-                The message names file and line.
-        """
-        return self.rows[number].text(json_key)
 
 
 class TextFiles:

@@ -170,21 +170,20 @@ def _tokenizer_of(name: str) -> Tokenizer:
 def parse_objects(chunk: RawChunk, json_key: str) -> list[JsonDocument | CorruptDataError]:
     """Return the document of each line of a chunk, or for an invalid line its error.
 
-    The errors are those that ``RawChunk.text`` raises.
+    The errors are those that ``FileRow.text`` raises.
 
     Args:
         chunk: Undecoded JSON lines.
     """
     parsed: list[JsonDocument | CorruptDataError] = []
-    for number, line in enumerate(chunk.lines):
+    for row in chunk.rows:
         try:
-            text = chunk.text(number, json_key)
+            text = row.text(json_key)
         except CorruptDataError as error:
             parsed.append(error)
         else:
-            content = chunk.rows[number].content
-            assert isinstance(content, bytes), "the inputs are JSON lines"
-            parsed.append(JsonDocument(line, content, text))
+            assert isinstance(row.content, bytes), "the inputs are JSON lines"
+            parsed.append(JsonDocument(row.end.number, row.content, text))
     return parsed
 
 
