@@ -277,10 +277,13 @@ def _patterns(root: nn.Module, kinds: Mapping[str, str]) -> dict[str, str]:
     """Return the kinds by pattern, where every layer that a pattern matches has its kind."""
     layers = [name for name, part in root.named_modules() if type(part) in _SHARDED]
     plan: dict[str, str] = {}
+    # Equal layers of all blocks share a pattern, which looks at every layer.
+    matched: dict[str, set[str | None]] = {}
     for name, kind in kinds.items():
         pattern = re.sub(r"(?<![^.])\d+(?=\.)", "*", name)
-        matched = {kinds.get(other) for other in layers if fnmatchcase(other, pattern)}
-        plan[pattern if matched == {kind} else name] = kind
+        if pattern not in matched:
+            matched[pattern] = {kinds.get(other) for other in layers if fnmatchcase(other, pattern)}
+        plan[pattern if matched[pattern] == {kind} else name] = kind
     return plan
 
 
