@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -343,7 +344,14 @@ def shared_sequences(mesh: ParallelMesh) -> None:
     gradients = {name: parameter.grad for name, parameter in twin.named_parameters()}
     assert_same_gradients(model, mesh, gradients, "shared sequences")
     if shares:
+        sizes_of_shared_sequences(normed)
         refusals_of_shared_sequences(mesh)
+
+
+def sizes_of_shared_sequences(shard: Tensor) -> None:
+    with patch.object(SequenceShard, "gather_full", side_effect=AssertionError("sizes are known")):
+        assert (shard.size(-2), shard.size(dim=1), shard.shape[1]) == (6, 6, 6)
+        assert (len(shard), shard.numel(), shard.nelement()) == (2, 96, 96)
 
 
 def refusals_of_shared_sequences(mesh: ParallelMesh) -> None:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,9 @@ from lightning_megatron.layers.linear.shard_functions import (
     IN_PLACE,
     INVARIANT,
     RESHAPES,
+    SIZES,
     VIEWS,
+    answer_by_shape,
     reshaped_sections,
 )
 from lightning_megatron.shapes import Shaped
@@ -133,15 +134,8 @@ class FeatureShard(Tensor):
         is_property = name == "__get__"
         if is_property:
             name = func.__self__.__name__  # type: ignore[attr-defined]
-        if name == "shape":
-            return args[0].full_shape
-        if name == "size":
-            shape = args[0].full_shape
-            dims = (*args[1:], *kwargs.values())
-            return shape[dims[0]] if dims and dims[0] is not None else shape
-        if name in ("numel", "nelement", "__len__"):
-            shape = args[0].full_shape
-            return shape[0] if name == "__len__" else prod(shape)
+        if name in SIZES:
+            return answer_by_shape(name, args[0].full_shape, args[1:], kwargs)
         if name in ADDRESSES:
             raise UnsupportedError(
                 f"{name} gives the memory of this rank's part of the outputs of a linear layer "

@@ -13,6 +13,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import copy_to_axis, gather_from_axis, split_to_axis
 from lightning_megatron.layers.linear.feature_shard import FeatureShard, gathered
+from lightning_megatron.layers.linear.shard_functions import SIZES, answer_by_shape
 from lightning_megatron.shapes import Shaped
 
 #: The sharded dimension: the one before the features.
@@ -88,14 +89,10 @@ class SequenceShard(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        name = func.__name__
-        if func == Tensor.shape.__get__:  # type: ignore[attr-defined]
-            return args[0].full_shape
-        if name == "size":
-            shape = args[0].full_shape
-            if len(args) > 1:
-                return shape[args[1]]
-            return shape[kwargs["dim"]] if kwargs else shape
+        is_shape = func == Tensor.shape.__get__  # type: ignore[attr-defined]
+        name = "shape" if is_shape else func.__name__
+        if name in SIZES:
+            return answer_by_shape(name, args[0].full_shape, args[1:], kwargs)
         if name in _SHARD_INVARIANT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

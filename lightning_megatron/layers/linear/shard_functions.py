@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any
+
+import torch
 
 _ARITHMETIC = "add sub mul div true_divide pow eq ne lt le gt ge and or xor mod floordiv".split()
 #: Functions whose result at a place depends on the operands at this place alone.
@@ -36,6 +39,8 @@ INVARIANT = frozenset(
     requires_grad_ register_hook new_zeros new_ones new_empty new_full new_tensor
     """.split()
 )
+#: Functions that give sizes, which a shard has of the full tensor.
+SIZES = frozenset("shape size numel nelement __len__".split())
 #: Functions that give memory, which kernels outside of torch read without a call of torch.
 ADDRESSES = frozenset("data_ptr untyped_storage storage __cuda_array_interface__".split())
 #: Functions along dimensions, with the index of the argument that names these.
@@ -55,6 +60,23 @@ VIEWS = frozenset(
 RESHAPES = frozenset("view reshape flatten unflatten".split())
 #: Maximum number of sections of a joined dimension.
 _MAX_SECTIONS = 64
+
+
+def answer_by_shape(
+    name: str, shape: torch.Size, others: Sequence[Any], named: Mapping[str, Any]
+) -> Any:
+    """Return what one of :data:`SIZES` gives for a tensor of a shape.
+
+    Args:
+        others: Arguments after the tensor.
+        named: Arguments by name.
+    """
+    if name == "shape":
+        return shape
+    if name == "size":
+        dims = (*others, *named.values())
+        return shape[dims[0]] if dims and dims[0] is not None else shape
+    return shape[0] if name == "__len__" else prod(shape)
 
 
 def reshaped_sections(
