@@ -34,7 +34,7 @@ class MegatronLauncher(SubprocessScriptLauncher):
         port: Port of the job's store, held before other processes start.
         check: Function that raises an error for runs that are not supported. It receives the
             arguments of ``fit``, ``validate``, ``test`` or ``predict``, and ``trainer``, by name.
-        replica_size: Number of processes that hold one copy of the model (processes).
+        num_data_ranks: Number of data-parallel ranks (ranks).
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class MegatronLauncher(SubprocessScriptLauncher):
         watch: FailureWatch,
         port: ReservedPort,
         check: Callable[[Mapping[str, Any]], None],
-        replica_size: int,
+        num_data_ranks: int,
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._watch = watch
         self._port = port
         self._check = check
-        self._replica_size = replica_size
+        self._num_data_ranks = num_data_ranks
         self._children: ChildProcesses | None = None
 
     @override
@@ -81,9 +81,9 @@ class MegatronLauncher(SubprocessScriptLauncher):
                 self._children.watch()
         set_num_threads_if_needed(num_processes=self.num_processes)
         # A single process has no other ranks to notify.
-        num_ranks = self.num_processes * self.num_nodes
-        guard = nullcontext() if num_ranks == 1 else self._watch.guard()
-        with without_noise(num_ranks // self._replica_size), guard:
+        is_alone = self.num_processes * self.num_nodes == 1
+        guard = nullcontext() if is_alone else self._watch.guard()
+        with without_noise(self._num_data_ranks), guard:
             return function(*args, **kwargs)
 
     @override

@@ -230,7 +230,7 @@ class RankStrategy(ParallelStrategy, ABC):
             self._failure_watch,
             self._port,
             self.check_run,
-            self.options.tp * self.options.pp * self.options.cp,
+            self.layout.dp,
         )
 
     @abstractmethod
