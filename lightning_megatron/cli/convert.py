@@ -70,8 +70,9 @@ def convert(
             "Use another name."
         )
     chosen = None if dtype is None else DTYPES[dtype]
-    is_export = is_sharded_checkpoint(source)
-    if is_export:
+    if is_sharded_checkpoint(source):
+        checkpoint = source
+        folder = output
         given = _tokenizer_files(tokenizer)
         if verify and not merge:
             _check_whole(find_model(source, name, unsafe))
@@ -85,10 +86,11 @@ def convert(
                 "--merge and --tokenizer are only for conversion to a Hugging Face folder: "
                 f"{source} is already one. Leave them out."
             )
-        import_model(local_folder(source), output, name or "model", chosen)
+        checkpoint = output
+        folder = local_folder(source)
+        import_model(folder, checkpoint, name or "model", chosen)
         print(f"{output}: a checkpoint of {source}")
     if verify:
-        checkpoint, folder = (source, output) if is_export else (output, local_folder(source))
         _verify(find_model(checkpoint, name, unsafe), folder, output)
 
 
@@ -121,10 +123,11 @@ def _check_whole(saved: SavedModel | SavedOwnCodeModel) -> None:
 
 def _tokenizer_files(folder: str | None) -> dict[str, bytes]:
     """Return the files of a folder that belong to the tokenizer or to generation."""
-    if folder is not None:
-        folder = local_folder(folder, has_weights=False)
-    files = {} if folder is None else tokenizer_files(folder)
-    if folder is not None and not files:
+    if folder is None:
+        return {}
+    folder = local_folder(folder, has_weights=False)
+    files = tokenizer_files(folder)
+    if not files:
         raise CheckpointMismatchError(
             f"--tokenizer must be a folder with files of a tokenizer: {folder} has none. Use the "
             "folder of the original model."
