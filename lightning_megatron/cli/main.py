@@ -149,17 +149,17 @@ def help_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def kept_help(words: Sequence[str]) -> str | None:
-    """Return the kept help text of a command and its subcommand.
+def kept_texts(command: str) -> dict[str, str]:
+    """Return the kept help texts, by the names of command and subcommand.
 
     Returns:
-        None if the words are more than their names, or if Lightning, which writes the help of the
-        Trainer's commands, has another version.
+        Empty if the command is one of the Trainer, whose help Lightning writes, and Lightning has
+        another version.
     """
     head, *parts = re.split(r"^\$ (.*) --help\n", HELP.read_text(encoding="utf-8"), flags=re.M)
-    text = dict(zip(parts[::2], parts[1::2], strict=True)).get(" ".join(words))
-    of_trainer = COMMANDS[words[0]].module == TRAINER
-    return None if of_trainer and f"lightning {version('lightning')}," not in head else text
+    of_trainer = COMMANDS[command].module == TRAINER
+    is_other = of_trainer and f"lightning {version('lightning')}," not in head
+    return {} if is_other else dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 def check_options(arguments: Sequence[str]) -> None:
@@ -172,8 +172,10 @@ def check_options(arguments: Sequence[str]) -> None:
     options = [argument.partition("=")[0] for argument in map(underscored, arguments)]
     ends = {"-c", "--config"} & set(options) if not is_trainer else set()
     own = options[: min(map(options.index, ends), default=len(options))]
-    text = kept_help(own[:2]) or kept_help(own[:1])
-    lines = re.findall(r"^ {2}(-.*?)(?: {2}|$)", text or "", flags=re.M)
+    texts = kept_texts(own[0])
+    command = " ".join(own[:2])
+    command = command if command in texts else own[0]
+    lines = re.findall(r"^ {2}(-.*?)(?: {2}|$)", texts.get(command, ""), flags=re.M)
     names = re.findall(r"--([\w.]+)", "\n".join(lines))
     for option in own if names else []:
         name = option.removeprefix("--").removesuffix("+")
@@ -181,8 +183,7 @@ def check_options(arguments: Sequence[str]) -> None:
             is_trainer and name.startswith(("model.", "data.", "recipe")) or name.count(".") > 1
         )
         if option.startswith("--") and not (has_class or name in names):
-            with_sub = len(own) > 1 and kept_help(own[:2]) == text
-            parser = OptionParser(prog=" ".join(["lightning-megatron", *own[: 1 + with_sub]]))
+            parser = OptionParser(prog=f"lightning-megatron {command}")
             for legal in set(names) - {"help"}:
                 parser.add_argument(f"--{legal}")
             parser.error(f"unrecognized arguments: --{name}")
@@ -196,7 +197,8 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     arguments = list(sys.argv[1:] if args is None else args)
     name = help_parser().parse_args(arguments[:1] or ["--help"]).command
-    if arguments[-1:] in (["--help"], ["-h"]) and (text := kept_help(arguments[:-1])):
+    *words, last = arguments
+    if last in ("--help", "-h") and (text := kept_texts(name).get(" ".join(words))):
         print(text, end="")
         return
     check_options(arguments)
