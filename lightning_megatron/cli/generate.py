@@ -64,11 +64,14 @@ class ChatOptions:
         """Return the tokenizer with the template; None without a conversation."""
         return ChatTokenizer(folder, self.chat_template) if self.is_used else None
 
+    @property
+    def beginning(self) -> tuple[Message, ...]:
+        """Messages before the first question."""
+        return () if self.system is None else ({"role": "system", "content": self.system},)
+
     def question(self, chat: ChatTokenizer, text: str) -> list[int]:
         """Return the tokens of a conversation that begins with a question."""
-        messages: list[Message] = [{"role": "user", "content": text}]
-        if self.system is not None:
-            messages.insert(0, {"role": "system", "content": self.system})
+        messages = [*self.beginning, {"role": "user", "content": text}]
         return chat.prompt_tokens(messages, f"the conversation with {text!r}")
 
 
@@ -117,7 +120,7 @@ def generate(
     if chat.interactive:
         _check_keyboard(prompt, prompts, samples, json)
         assert template is not None, "a conversation has a template"
-        call = Talk(template, words, settings, stop, chat.system, opened.max_length)
+        call = Talk(template, words, settings, stop, chat.beginning, opened.max_length)
     else:
         # A CausalLM is trained on token files, whose texts have no special tokens before them.
         adds_special = opened.folder is not None if special_tokens is None else special_tokens

@@ -32,7 +32,7 @@ class Talk:
 
     Args:
         chat: Tokenizer with the chat template.
-        system: System message at the beginning; None means none.
+        beginning: Messages before the first question.
         max_length: Maximum tokens of a conversation with its answer; None if unknown (tokens).
     """
 
@@ -40,7 +40,7 @@ class Talk:
     tokenizer: Tokenizer
     settings: GenerationSettings
     stop_strings: tuple[str, ...] = ()
-    system: str | None = None
+    beginning: tuple[Message, ...] = ()
     max_length: int | None = None
 
     def __call__(self, model: nn.Module) -> None:
@@ -51,12 +51,12 @@ class Talk:
         """
         mesh = gpt_of(model).mesh
         prints = mesh.rank == 0
-        messages = self.beginning()
+        messages = [*self.beginning]
         number = 0
         while question := _next_line(mesh.world_cpu):
             asked: Message = {"role": "user", "content": question}
             if not self._fits([*messages, asked]):
-                messages = self.beginning()
+                messages = [*self.beginning]
                 if not self._fits([*messages, asked]):
                     _note("the question is too long for the model; ask a shorter one", prints)
                     continue
@@ -69,10 +69,6 @@ class Talk:
             text = call.answer(model, number, prints=prints)
             messages.append({"role": "assistant", "content": text})
             number += 1
-
-    def beginning(self) -> list[Message]:
-        """Return the messages before the first question."""
-        return [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def _tokens(self, messages: list[Message]) -> list[int]:
         return self.chat.prompt_tokens(messages, "the conversation")
