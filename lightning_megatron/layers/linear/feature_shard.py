@@ -467,11 +467,9 @@ _Key = tuple[Callable[..., Any], tuple[int, ...], int, tuple[int, ...], Any]
 def _view(call: _Call) -> Any:
     """Run a function that only moves, adds, removes or selects dimensions."""
     shard = call.input
-    key = None if shard is None else _key(call, shard)
-    if shard is None or key is None or not _keeps_dims(call, shard):
+    if shard is None or (key := _key(call, shard)) is None:
         return None
-    cuts = _cuts_of_views(key)
-    if cuts is None:
+    if not _keeps_dims(call, shard) or (cuts := _cuts_of_views(key)) is None:
         return None
     if all(cut.sections == shard.sections for cut in cuts):
         result = call.run(shard.part)
@@ -574,9 +572,9 @@ def _keeps_dims(call: _Call, shard: FeatureShard) -> bool:
 
 def _reshape(call: _Call) -> Any:
     shard = call.input
-    key = None if shard is None else _key(call, shard)
-    found = None if key is None else _reshaped(key, shard.axis.size)  # type: ignore[union-attr]
-    if shard is None or found is None:
+    if shard is None or (key := _key(call, shard)) is None:
+        return None
+    if (found := _reshaped(key, shard.axis.size)) is None:
         return None
     dim, sections, local = found
     part = shard.part.view(local) if call.name == "view" else shard.part.reshape(local)
@@ -584,10 +582,16 @@ def _reshape(call: _Call) -> Any:
 
 
 @lru_cache(maxsize=1024)
+def _shape_after(key: _Key) -> tuple[int, ...]:
+    """Return the full shape after a call."""
+    return tuple(_run_again(key, torch.empty(key[1], device="meta")).shape)
+
+
+@lru_cache(maxsize=1024)
 def _reshaped(key: _Key, num_ranks: int) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
     """Return the cut dimension, its sections and the local shape after a reshape."""
     _, shape, old_dim, old_sections, _ = key
-    result = tuple(_run_again(key, torch.empty(shape, device="meta")).shape)
+    result = _shape_after(key)
     found = reshaped_sections(shape, old_dim, old_sections, result, num_ranks)
     if found is None:
         return None
@@ -597,10 +601,9 @@ def _reshaped(key: _Key, num_ranks: int) -> tuple[int, tuple[int, ...], tuple[in
 
 def _expand(call: _Call) -> Any:
     shard = call.input
-    key = None if shard is None else _key(call, shard)
-    if shard is None or key is None:
+    if shard is None or (key := _key(call, shard)) is None:
         return None
-    shape = list(_run_again(key, torch.empty(shard.full_shape, device="meta")).shape)
+    shape = list(_shape_after(key))
     dim = len(shape) + shard.back
     shape[dim] = shard.part.shape[shard.dim_cut]
     return shard.like(shard.part.expand(shape), dim)
