@@ -1,12 +1,20 @@
-"""File lock that lets one process write files while other processes wait for the result."""
+"""What one of several processes does for all: writing files, and saying a refusal to the user."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
+
+#: Variables in which torchrun, SLURM and MPI tell a process its rank.
+_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+#: Time for which the ranks of a machine know what one of them has said (seconds).
+_MEMORY_SECONDS = 300.0
 
 
 @contextmanager
@@ -28,3 +36,44 @@ def one_at_a_time(path: Path) -> Iterator[None]:
         # Do not remove the file: a third process could then create and lock another file of the
         # same name while the second still waits for this one.
         os.close(descriptor)
+
+
+def started_rank() -> str | None:
+    """Return the rank that torchrun, SLURM or MPI gave this process; None for other processes."""
+    return next((os.environ[name] for name in _RANKS if name in os.environ), None)
+
+
+def say_once(text: str, say: Callable[[], object]) -> None:
+    """Say a refusal, unless another rank of this machine has said the same.
+
+    Ranks that torchrun, SLURM or MPI started do not know each other before they have joined. Those
+    of one machine have the same parent, by which they find what it has been told in one file.
+    What only one rank refuses has another text, and is said; so is everything on each machine,
+    because a rank cannot know that another machine refuses the same.
+
+    Args:
+        text: The message, which is equal on ranks that refuse the same.
+        say: Function that prints it.
+    """
+    rank = started_rank()
+    if rank is None:
+        say()
+        return
+    now = time.time()
+    content = sha256(text.encode()).hexdigest()
+    path = Path(tempfile.gettempdir()) / f"lightning_megatron_{os.getuid()}_refusals"
+    said: list[tuple[str, ...]] = []
+    with ExitStack() as lock:
+        # Without the file, as on a full disk, every rank says it.
+        with suppress(OSError, ValueError):
+            lock.enter_context(one_at_a_time(path))
+            lines = map(str.split, path.read_text(encoding="utf-8").splitlines())
+            whole = (tuple(line) for line in lines if len(line) == 4)
+            said = [line for line in whole if now - float(line[0]) < _MEMORY_SECONDS]
+        parent = str(os.getppid())
+        if any(by != rank for _, at, by, what in said if (at, what) == (parent, content)):
+            return
+        say()
+        said.append((str(now), parent, rank, content))
+        with suppress(OSError):
+            path.write_text("\n".join(map(" ".join, said)), encoding="utf-8")

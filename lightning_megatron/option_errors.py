@@ -9,9 +9,11 @@ import textwrap
 from ast import literal_eval
 from collections.abc import Iterable
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lightning_megatron.once import say_once
 from lightning_megatron.public_names import PublicNames
 
 _PACKAGE = "lightning_megatron"
@@ -70,7 +72,9 @@ class OptionParser(argparse.ArgumentParser):
         if not self.exit_on_error:
             raise argparse.ArgumentError(None, explained) from ex
         command = parser.prog.replace(" [options]", "")
-        self.exit(2, f"{command}: error: {explained}\nAll options: {command} --help{self.more}\n")
+        text = f"{command}: error: {explained}\nAll options: {command} --help{self.more}\n"
+        say_once(text, partial(sys.stderr.write, text))
+        self.exit(2)
 
     def option_names(self) -> list[str]:
         """Return the full names of the options, without dashes."""

@@ -6,7 +6,6 @@ import json as json_text
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from lightning_megatron.cli.opened_model import OpenedModel
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.extras import import_extra
+from lightning_megatron.option_errors import nearest
 from lightning_megatron.tasks.evaluation import harness_lm
 
 EXAMPLES = """examples:
@@ -121,9 +121,8 @@ def _manager(names: Sequence[str], include_path: str | None, own_tasks_only: boo
     )
     for name in names:
         if name not in manager.all_tasks:
-            close = get_close_matches(name, manager.all_tasks)
+            remedy = nearest(name, manager.all_tasks) or " Run `lm-eval ls tasks` for a list."
             raise UnsupportedError(
-                f"a task must be one of lm-eval or of --include_path: {name!r} is none. "
-                f"{f'Did you mean {close[0]}?' if close else 'Run `lm-eval ls tasks` for a list.'}"
+                f"a task must be one of lm-eval or of --include_path: {name!r} is none.{remedy}"
             )
     return manager

@@ -9,8 +9,8 @@ from typing import Literal
 
 from lightning_megatron.cli.machine import CudaSoftware, Gpu, Machine
 from lightning_megatron.cli.machine_speed import MachineSpeed, speed_rows
+from lightning_megatron.plan.budget import GIB
 
-GIB = 1 << 30
 #: Compute capability from which the fused kernels and bfloat16 run.
 _FUSED = (8, 0)
 #: Sizes below which jobs fail, or will soon (bytes; files; MiB of a GPU).

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_megatron.errors import REFUSALS, TRACEBACK, CorruptDataError
+from lightning_megatron.once import say_once
 from lightning_megatron.option_errors import OptionParser, underscored
 from lightning_megatron.version import __version__
 
@@ -244,5 +245,5 @@ def _end(name: str, error: BaseException) -> None:
     message = f"lightning-megatron {name}: error: {error}"
     if "weights_only=False" in message:
         message += " For this command, the option is --unsafe instead of weights_only=False."
-    print(message, file=sys.stderr)
+    say_once(message, lambda: print(message, file=sys.stderr))
     sys.exit(DAMAGED if isinstance(error, CorruptDataError) else 2)

@@ -92,6 +92,7 @@ from lightning_megatron.strategy.private.loops import (
     publish_device_mesh,
 )
 from lightning_megatron.strategy.private.processes import reset_seed
+from lightning_megatron.strategy.process.failure import say_refusals_once
 from lightning_megatron.strategy.process.ranks import RankStrategy
 from lightning_megatron.strategy.run import Run
 from lightning_megatron.strategy.sharding import shard_module, start_layers
@@ -143,6 +144,7 @@ class MegatronStrategy(RankStrategy):
         optimizer: OptimizerOptions | dict[str, Any] = OptimizerOptions(),
         job: JobOptions | dict[str, Any] = JobOptions(),
     ) -> None:
+        say_refusals_once()
         super().__init__(StrategyOptions.from_locals(locals()))
         self._checkpoints = RunCheckpoints()
         self._source: CheckpointSource | None = None  #: The checkpoint that was loaded last.

@@ -103,7 +103,7 @@ EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transforme
 # Lines of code, without blank lines, comments and docstrings, that a room may have. Budgets only fall:
 # a change that needs more deletes as much elsewhere, or says in its message why it cannot.
 BUDGETS: dict[str, int] = {
-    "beside rooms": 690,
+    "beside rooms": 730,
     "checkpoint": 2830,
     "cli": 3390,
     "data": 3810,
@@ -117,7 +117,7 @@ BUDGETS: dict[str, int] = {
     "optimizer": 3120,
     "pipeline": 780,
     "plan": 5000,
-    "strategy": 11610,
+    "strategy": 11630,
     "swap": 8770,
     "tasks": 4510,
 }
@@ -131,7 +131,7 @@ SMALL_FILES = set(
     __main__.py building_blocks.py cli/clean.py cli/preprocess.py cli/recipes.py cli/seeds.py disk_sync.py
     errors.py extras.py families.py graphs/user_hooks.py half_types.py
     layers/fused/vector_product.py layers/parameters/remade.py
-    models/lora.py once.py plan/columns.py
+    models/lora.py plan/columns.py
     public_names.py shapes.py version.py
     """.split()
 )
@@ -339,11 +339,12 @@ def nothing_is_global_caught_broadly_or_asserted_without_a_message(
                 yield node.lineno, f"catches {caught} and goes on"
 
 
-def only_the_strategy_and_three_files_of_commands_read_environment_variables(
+def only_the_strategy_and_four_files_read_environment_variables(
     file: SourceFile,
 ) -> Iterator[Fault]:
-    # main.py asks whether to show tracebacks, of other ranks too.
-    if file.room == "strategy" or file.place in {"cli/kernels.py", "cli/doctor.py", "cli/main.py"}:
+    # main.py asks whether to show tracebacks, of other ranks too, and once.py who started this rank.
+    files = {"once.py", "cli/kernels.py", "cli/doctor.py", "cli/main.py"}
+    if file.room == "strategy" or file.place in files:
         return
     for line, name in dotted_names(file, "environ", "getenv"):
         if name in {"os.environ", "os.getenv"}:
@@ -423,7 +424,7 @@ RULES: tuple[Rule, ...] = (
     no_tuple_is_unpacked_where_it_was_made,
     a_statement_has_at_most_one_conditional_expression,
     nothing_is_global_caught_broadly_or_asserted_without_a_message,
-    only_the_strategy_and_three_files_of_commands_read_environment_variables,
+    only_the_strategy_and_four_files_read_environment_variables,
     public_names_have_docstrings,
     rooms_only_reexport_in_their_init,
     names_are_no_drawers_and_no_retired_words,

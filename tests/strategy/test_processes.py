@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -235,6 +236,27 @@ def test_the_message_of_a_refusal_stands_once_before_its_traceback_and_alone_in_
         printed = capsys.readouterr().err
         assert printed.count("two of three") == 1
         assert is_traced == ("Traceback" in printed.partition("two of three")[2])
+
+
+def test_ranks_of_a_launcher_say_once_what_they_refuse_before_they_have_joined(
+    capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("LIGHTNING_MEGATRON_TRACEBACK", "0")
+    told = []
+    # The last two are those of a launcher's next attempt, and of another launcher.
+    for parent, rank, text in (
+        (1, "0", "a"), (1, "1", "a"), (1, "1", "b"), (1, "0", "b"), (1, "0", "a"), (2, "1", "a")
+    ):  # fmt: skip
+        monkeypatch.setattr("os.getppid", lambda parent=parent: parent)
+        monkeypatch.setenv("RANK", rank)
+        watch = FailureWatch(int(rank), 2)
+        with pytest.raises(UnsupportedError), watch.guard():
+            raise UnsupportedError(text)
+        watch.cleanup_done()
+        told.append(capsys.readouterr().err.count(f"[rank {rank}] {text}"))
+    assert told == [1, 0, 1, 0, 1, 1]
 
 
 def test_the_first_failed_rank_is_named_before_its_report_is_printed(tmp_path):

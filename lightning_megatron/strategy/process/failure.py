@@ -18,6 +18,7 @@ from typing import Any
 
 from lightning_megatron.errors import REFUSALS, TRACEBACK
 from lightning_megatron.groups.notices import Notices
+from lightning_megatron.once import say_once, started_rank
 from lightning_megatron.strategy.private.processes import SIGTERMException, TunerExitException
 from lightning_megatron.strategy.process.children import launcher_is_gone
 from lightning_megatron.strategy.process.job_folder import JobFolder, remove_sockets
@@ -148,7 +149,10 @@ class FailureWatch:
         if isinstance(error, RuntimeError):
             self._report_first_leaver()
         if self._claim():
-            self._print_line(_text_of(error))
+            if self._folder is None and isinstance(error, REFUSALS):
+                say_once(str(error), lambda: self._print_line(_text_of(error)))
+            else:
+                self._print_line(_text_of(error))
             self._report_is_printed(f"rank {self.rank}", str(error))
         else:
             self._wait_for_first()
@@ -341,6 +345,21 @@ class FailureWatch:
         with suppress(OSError):
             sys.stderr.write(f"[rank {self.rank if rank is None else rank}] {text}\n")
             sys.stderr.flush()
+
+
+def say_refusals_once() -> None:
+    """Let a refusal that ends a rank of torchrun, SLURM or MPI be printed by one of these ranks."""
+    before = sys.excepthook
+    if started_rank() is None or getattr(before, "__module__", "") == __name__:
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, REFUSALS):
+            say_once(str(error), lambda: before(kind, error, trace))
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def _early_end(error: BaseException) -> str:
