@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
 
 from lightning_megatron.errors import REFUSALS, TRACEBACK, CorruptDataError
 from lightning_megatron.once import say_once
@@ -26,122 +25,73 @@ DAMAGED = 1
 HELP = Path(__file__).with_name("help.txt")
 
 
-class Command(NamedTuple):
-    """Subcommand: the module that implements it, its line in the help text and an example."""
-
-    module: str
-    summary: str
-    example: str
-
-
-# Modules are given by name and imported on demand: Lightning and torch take seconds to import, and
-# `--help` and `layout` need neither.
+# Modules are imported on demand: Lightning and torch take seconds to import, and `--help` and
+# `layout` need neither.
 TRAINER = "lightning_megatron.strategy.cli"
-GROUPS = {
-    "train": {
-        "fit": Command(TRAINER, "train a model", "-c recipe:gpt_speeches_cpu"),
-        "recipes": Command(
-            "lightning_megatron.cli.recipes", "list, show and copy recipes of the package", ""
-        ),
-        "validate": Command(
-            TRAINER, "run the validation set", "-c recipe:gpt_speeches_cpu --ckpt_path last.ckpt"
-        ),
-        "test": Command(TRAINER, "run the test set", "-c my_recipe.yaml --ckpt_path last.ckpt"),
-        "predict": Command(
-            TRAINER, "run the model on data", "-c my_recipe.yaml --ckpt_path last.ckpt"
-        ),
-        "seeds": Command(
-            "lightning_megatron.cli.seeds",
-            "fine-tune with several seeds: median and ensemble",
-            "--seeds 5 -c recipe:bert_race --model.path my_bert --data.folder RACE",
-        ),
-    },
-    "prepare data": {
-        "clean": Command(
-            "lightning_megatron.cli.clean",
-            "repair text, remove short and repeated documents",
-            "raw/*.jsonl clean.jsonl.gz",
-        ),
-        "preprocess": Command(
-            "lightning_megatron.cli.preprocess",
-            "turn text or JSON lines into token files",
-            "clean.jsonl.gz data/text --tokenizer gpt2 --append_eod",
-        ),
-    },
-    "use a model": {
-        "generate": Command(
-            "lightning_megatron.cli.generate",
-            "continue prompts with a model, as text appears",
-            "last.ckpt --prompt 'My fellow Americans,'",
-        ),
-        "evaluate": Command(
-            "lightning_megatron.cli.evaluate",
-            "measure perplexity and cloze accuracy of a model",
-            "wikitext path/to/folder wiki.test.tokens",
-        ),
-        "harness": Command(
-            "lightning_megatron.cli.harness",
-            "run tasks of lm-eval under any layout",
-            "path/to/folder arc_easy hellaswag",
-        ),
-        "checkpoint": Command(
-            "lightning_megatron.cli.checkpoint",
-            "show, verify, consolidate or reshard a checkpoint",
-            "show last.ckpt",
-        ),
-        "convert": Command(
-            "lightning_megatron.cli.convert",
-            "turn checkpoints into Hugging Face folders, and back",
-            "last.ckpt exported",
-        ),
-    },
-    "plan and measure": {
-        "doctor": Command(
-            "lightning_megatron.cli.doctor", "check this machine, and say what to fix", ""
-        ),
-        "layout": Command(
-            "lightning_megatron.cli.layout",
-            "print and draw which ranks form which group",
-            "--world_size 16 --tp 4 --pp 2",
-        ),
-        "schedule": Command(
-            "lightning_megatron.cli.schedule",
-            "simulate, compare and draw pipeline schedules",
-            "--pp 4 --microbatches 16",
-        ),
-        "tune": Command(
-            "lightning_megatron.cli.tune",
-            "find the fastest communication settings of a recipe",
-            "-c recipe:gpt_speeches_gpu",
-        ),
-        "scaling-study": Command(
-            "lightning_megatron.cli.scaling_study",
-            "measure weak and strong scaling, as published",
-            "--size tiny",
-        ),
-        "kernels": Command(
-            "lightning_megatron.cli.kernels", "build, show and check the CUDA kernels", "show"
-        ),
-    },
-}
-COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+#: What `--help` shows of the commands: a line for each, and behind it an example.
+OVERVIEW = """\
+train:
+  fit            train a model
+    lightning-megatron fit -c recipe:gpt_speeches_cpu
+  recipes        list, show and copy recipes of the package
+    lightning-megatron recipes
+  validate       run the validation set
+    lightning-megatron validate -c recipe:gpt_speeches_cpu --ckpt_path last.ckpt
+  test           run the test set
+    lightning-megatron test -c my_recipe.yaml --ckpt_path last.ckpt
+  predict        run the model on data
+    lightning-megatron predict -c my_recipe.yaml --ckpt_path last.ckpt
+  seeds          fine-tune with several seeds: median and ensemble
+    lightning-megatron seeds --seeds 5 -c recipe:bert_race --model.path my_bert --data.folder RACE
+
+prepare data:
+  clean          repair text, remove short and repeated documents
+    lightning-megatron clean raw/*.jsonl clean.jsonl.gz
+  preprocess     turn text or JSON lines into token files
+    lightning-megatron preprocess clean.jsonl.gz data/text --tokenizer gpt2 --append_eod
+
+use a model:
+  generate       continue prompts with a model, as text appears
+    lightning-megatron generate last.ckpt --prompt 'My fellow Americans,'
+  evaluate       measure perplexity and cloze accuracy of a model
+    lightning-megatron evaluate wikitext path/to/folder wiki.test.tokens
+  harness        run tasks of lm-eval under any layout
+    lightning-megatron harness path/to/folder arc_easy hellaswag
+  checkpoint     show, verify, consolidate or reshard a checkpoint
+    lightning-megatron checkpoint show last.ckpt
+  convert        turn checkpoints into Hugging Face folders, and back
+    lightning-megatron convert last.ckpt exported
+
+plan and measure:
+  doctor         check this machine, and say what to fix
+    lightning-megatron doctor
+  layout         print and draw which ranks form which group
+    lightning-megatron layout --world_size 16 --tp 4 --pp 2
+  schedule       simulate, compare and draw pipeline schedules
+    lightning-megatron schedule --pp 4 --microbatches 16
+  tune           find the fastest communication settings of a recipe
+    lightning-megatron tune -c recipe:gpt_speeches_gpu
+  scaling-study  measure weak and strong scaling, as published
+    lightning-megatron scaling-study --size tiny
+  kernels        build, show and check the CUDA kernels
+    lightning-megatron kernels show
+
+Options: lightning-megatron COMMAND --help"""
+#: The module of each command: the Trainer's, or the one of the command's name.
+COMMANDS = {
+    name: f"lightning_megatron.cli.{name.replace('-', '_')}"
+    for name in re.findall(r"^  ([\w-]+)", OVERVIEW, flags=re.M)
+} | dict.fromkeys(("fit", "validate", "test", "predict"), TRAINER)
 
 
 def help_parser() -> argparse.ArgumentParser:
     """Build the parser of the subcommand name; each subcommand's module parses its own options."""
-    width = max(map(len, COMMANDS)) + 2
-    lines = []
-    for title, group in GROUPS.items():
-        lines += ["", f"{title}:"]
-        for name, command in group.items():
-            lines.append(f"  {name:<{width}}{command.summary}")
-            lines.append(f"  {'':<{width}}  lightning-megatron {name} {command.example}".rstrip())
     parser = OptionParser(
         prog="lightning-megatron",
         usage="lightning-megatron [--help] [--version] COMMAND ...",
         description="Train Transformers in tensor, sequence, pipeline and data parallel with "
         "Lightning.",
-        epilog="\n".join([*lines[1:], "", "Options: lightning-megatron COMMAND --help"]),
+        epilog=OVERVIEW,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     # Not the version of the installed distribution: a source tree works without installation.
@@ -158,7 +108,7 @@ def kept_texts(command: str) -> dict[str, str]:
         another version.
     """
     head, *parts = re.split(r"^\$ (.*) --help\n", HELP.read_text(encoding="utf-8"), flags=re.M)
-    of_trainer = COMMANDS[command].module == TRAINER
+    of_trainer = COMMANDS[command] == TRAINER
     is_other = of_trainer and f"lightning {version('lightning')}," not in head
     return {} if is_other else dict(zip(parts[::2], parts[1::2], strict=True))
 
@@ -169,7 +119,7 @@ def check_options(arguments: Sequence[str]) -> None:
     Options of classes, and those behind the recipe of a command that runs ``fit``, are left to the
     parsers, and so is the key ``recipe`` of files.
     """
-    is_trainer = COMMANDS[arguments[0]].module == TRAINER
+    is_trainer = COMMANDS[arguments[0]] == TRAINER
     options = [argument.partition("=")[0] for argument in map(underscored, arguments)]
     ends = {"-c", "--config"} & set(options) if not is_trainer else set()
     own = options[: min(map(options.index, ends), default=len(options))]
@@ -223,8 +173,8 @@ def run(name: str, arguments: list[str], *, is_own_process: bool) -> None:
     Args:
         is_own_process: Whether the arguments are those of this process.
     """
-    module = import_module(COMMANDS[name].module)
-    if COMMANDS[name].module == TRAINER:
+    module = import_module(COMMANDS[name])
+    if COMMANDS[name] == TRAINER:
         # The strategy launches the other ranks with the command line of this process. MegatronCLI
         # therefore reads `sys.argv` itself unless arguments were given.
         module.main(None if is_own_process else arguments)

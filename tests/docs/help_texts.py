@@ -37,9 +37,9 @@ def help_texts() -> str:
 
 def _words() -> Iterator[list[str]]:
     """Yield the names of all commands and subcommands, those of the Trainer first."""
-    for name, command in sorted(COMMANDS.items(), key=lambda item: item[1].module != TRAINER):
+    for name, module in sorted(COMMANDS.items(), key=lambda item: item[1] != TRAINER):
         yield [name]
-        functions = getattr(import_module(command.module), "COMMAND", None)
+        functions = getattr(import_module(module), "COMMAND", None)
         if isinstance(functions, Mapping):
             yield from ([name, one] for one in functions if one)
 
