@@ -37,6 +37,7 @@ from lightning_megatron.strategy.callbacks.progress import TokensProgressBar as 
 from lightning_megatron.strategy.callbacks.run_record import LearningRates as LearningRates
 from lightning_megatron.strategy.callbacks.run_record import RunCheckpoint as RunCheckpoint
 from lightning_megatron.strategy.callbacks.run_record import RunLogger as RunLogger
+from lightning_megatron.strategy.callbacks.stragglers import StragglerWatch as StragglerWatch
 from lightning_megatron.strategy.cli import MegatronCLI as MegatronCLI
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy as MegatronStrategy
 from lightning_megatron.strategy.options.records import ContextOptions as ContextOptions

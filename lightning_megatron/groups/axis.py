@@ -6,13 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_megatron.groups.journal import Journal
 from lightning_megatron.groups.peer_memory import PeerMemory
+
+_Result = TypeVar("_Result")
 
 
 class Work(Protocol):
@@ -40,14 +43,20 @@ class CollectiveLauncher:
 
     Without a recorder, the launcher only starts them. A recorder sees each collective as one entry,
     without the operations of the backend inside it, such as copies between tensors. Collectives of
-    Python objects and barriers do not use the launcher, because they run on the host.
+    Python objects and barriers are not recorded, because they run on the host.
+
+    With a clock, the launcher marks the beginning and end of everything that waits for other ranks.
     """
 
-    __slots__ = ("recorder",)
+    __slots__ = ("clock", "recorder", "waits")
 
     def __init__(self) -> None:
         #: Recording of the current computation; None outside of recordings.
         self.recorder: CollectiveRecorder | None = None
+        #: Function that marks a moment; None while waits are not measured.
+        self.clock: Callable[[], Any] | None = None
+        #: Marks before and after each wait; the owner of the clock empties the list.
+        self.waits: list[tuple[Any, Any]] = []
 
     def run(self, collective: Callable[[], object], *written: Tensor) -> None:
         """Run a collective that writes some tensors and is complete when it returns.
@@ -55,15 +64,40 @@ class CollectiveLauncher:
         On a GPU, the current stream has then waited for the collective, and the host has not.
         """
         if self.recorder is None:
-            collective()
+            self.wait(collective)
         else:
             self.recorder.run(collective, written)
 
     def start(self, collective: Callable[[], Work], *written: Tensor) -> Work:
         """Start an asynchronous collective that writes some tensors."""
-        if self.recorder is None:
-            return collective()
-        return self.recorder.start(collective, written)
+        if self.recorder is not None:
+            return self.recorder.start(collective, written)
+        work = collective()
+        return work if self.clock is None else _TimedWork(work, self)
+
+    def wait(self, function: Callable[[], _Result]) -> _Result:
+        """Call a function that waits for other ranks; mark its beginning and end with a clock."""
+        # A compiled graph must not depend on whether this step is measured.
+        if torch.compiler.is_compiling() or self.clock is None:
+            return function()
+        start = self.clock()
+        result = function()
+        self.waits.append((start, self.clock()))
+        return result
+
+
+class _TimedWork:
+    """Handle of a collective whose wait the launcher marks."""
+
+    def __init__(self, work: Work, launcher: CollectiveLauncher) -> None:
+        self._work = work
+        self._launcher = launcher
+
+    def wait(self) -> None:
+        self._launcher.wait(self._work.wait)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
 
 
 @dataclass(frozen=True)

@@ -241,7 +241,7 @@ def all_gather_objects(obj: Any, axis: MeshAxis) -> list[Any]:
         return [obj]
     objects: list[Any] = [None] * axis.size
     axis.note("all_gather_object")
-    dist.all_gather_object(objects, obj, group=axis.group)
+    axis.launcher.wait(lambda: dist.all_gather_object(objects, obj, group=axis.group))
     return objects
 
 
@@ -251,7 +251,8 @@ def broadcast_object(obj: Any, axis: MeshAxis, source: int = 0) -> Any:
         return obj
     objects = [obj]
     axis.note("broadcast_object")
-    dist.broadcast_object_list(objects, axis.ranks[source], group=axis.group)
+    root = axis.ranks[source]
+    axis.launcher.wait(lambda: dist.broadcast_object_list(objects, root, group=axis.group))
     return objects[0]
 
 
@@ -276,8 +277,7 @@ def barrier(axis: MeshAxis, device: torch.device | None = None) -> None:
     if axis.group is None:
         return
     axis.note("barrier")
+    devices = None
     if device is not None and device.type == "cuda" and dist.get_backend(axis.group) == "nccl":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        dist.barrier(group=axis.group, device_ids=[index])
-    else:
-        dist.barrier(group=axis.group)
+        devices = [torch.cuda.current_device() if device.index is None else device.index]
+    axis.launcher.wait(lambda: dist.barrier(group=axis.group, device_ids=devices))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.seed import pl_worker_init_function as seed_worker
@@ -32,6 +33,23 @@ def training_loader_states(trainer: Trainer) -> list[Any]:
     """Return the states of this rank's resumable dataloaders."""
     loader = trainer.fit_loop._combined_loader
     return [] if loader is None else list(loader._state_dicts())
+
+
+def observe_fetches(
+    trainer: Trainer, begin: Callable[[], None], end: Callable[[], None], undo: ExitStack
+) -> None:
+    """Call functions just before and after the Trainer takes each training batch from its loaders.
+
+    Call this before the epoch starts. ``end`` is also called if there is no further batch.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    for name, function in (("_on_before_fetch", begin), ("_on_after_fetch", end)):
+        replace_method(undo, loop, name, partial(_call_both, function, getattr(loop, name)))
+
+
+def _call_both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
 
 
 def filter_sampler_injection(
