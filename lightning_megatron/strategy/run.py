@@ -111,9 +111,10 @@ class Run:
     ) -> None:
         self.module = module
         self.mesh = mesh
+        self.precision = precision
         self.layers = layers
         self.is_fit = module.trainer.state.fn == TrainerFn.FITTING
-        self._options = options
+        self.options = options
         self._checkpoints = checkpoints
         self._hooks = ExitStack()
         with ExitStack() as undo:
@@ -156,24 +157,24 @@ class Run:
             undo.enter_context(functions_get_all_features())
 
     def _make_executor(self) -> PipelineExecutor:
-        order = self._options.custom_order
+        order = self.options.custom_order
         limit = self.layers.row_limit
         read_missing_rows = None if limit is None else limit.start_read
         actions = None if self.graphs is None else self.graphs.actions
         return PipelineExecutor(
             self.mesh,
             pipelined_module(self.module, self.mesh),
-            self._options.schedule_name if order is None else order.build,
-            self._options.pipeline.microbatch_group_size,
+            self.options.schedule_name if order is None else order.build,
+            self.options.pipeline.microbatch_group_size,
             self._casts.around,
             read_missing_rows,
             actions,
         )
 
     def _make_choice(self) -> ScheduleChoice | None:
-        if self._options.schedule != "auto" or not self.is_fit or self.mesh.pp.size == 1:
+        if self.options.schedule != "auto" or not self.is_fit or self.mesh.pp.size == 1:
             return None
-        return ScheduleChoice(self.mesh, self.executor, self._options.schedule_name)
+        return ScheduleChoice(self.mesh, self.executor, self.options.schedule_name)
 
     def _training_state(
         self,
@@ -188,7 +189,7 @@ class Run:
         if previous is not None:
             # The new state attaches its own gradient slots to the same parameters.
             previous.release()
-        options = self._options
+        options = self.options
         dtypes = precision.dtypes
         main_dtype = dtypes.main_parameters if self.is_fit else None
         return TrainingState(
@@ -203,7 +204,7 @@ class Run:
         )
 
     def _build_graphs(self, make_backend: MakeBackend | None) -> RunGraphs | None:
-        settings = self._options.graphs
+        settings = self.options.graphs
         if settings is None or not (self.is_fit or settings.evaluation):
             return None
         if not self.is_fit:
@@ -219,7 +220,7 @@ class Run:
         )
 
     def _make_step(self, precision: MegatronPrecision, attributes: AttributeSync) -> Step:
-        rule = self._options.microbatches(self.mesh.layout)
+        rule = self.options.microbatches(self.mesh.layout)
         return Step(
             self.module,
             self.mesh,
@@ -235,11 +236,11 @@ class Run:
             self.limited_rows,
             self._choice,
             self.executor,
-            overlaps_gradients=self._options.optimizer.overlap_gradients,
+            overlaps_gradients=self.options.optimizer.overlap_gradients,
         )
 
     def _make_trials(self) -> StepTrials | None:
-        options = self._options
+        options = self.options
         if not options.job.check_microbatches:
             return None
         wait = self.state.main.wait
@@ -263,7 +264,7 @@ class Run:
             trainer, lambda loader: needs_distributed_sampler(loader, num_shares), undo
         )
         call_around_epochs(trainer, attributes.share, undo)
-        if self._options.async_save:
+        if self.options.async_save:
             announce_saves(trainer, self._checkpoints.will_exist, self._checkpoints.link, undo)
         remove_found_checkpoint(trainer, self._checkpoints.was_found, undo)
 
@@ -277,7 +278,7 @@ class Run:
             self.state.overlap_gathers()
         self._expose_gradients(gradient_reader(trainer))
         install_scheduled_loop(trainer, self.step.prepare)
-        interval = self._options.job.signal_check_interval
+        interval = self.options.job.signal_check_interval
         SignalAgreement(trainer, self.mesh, interval, self._checkpoints.wait).install(undo)
         undo.enter_context(record_data_access(self._note_data))
         accept_full_loads(self.module, undo)
@@ -294,7 +295,7 @@ class Run:
 
     def _gathers_late(self, trainer: Trainer) -> bool:
         """Return whether parameters are gathered during the next forward pass."""
-        chosen = self._options.optimizer.overlap_parameters
+        chosen = self.options.optimizer.overlap_parameters
         if chosen is not None or self.mesh.data.size == 1:
             return bool(chosen)
         reader = parameter_reader(trainer)
@@ -352,11 +353,11 @@ class Run:
         """
         trainer = self.module.trainer
         if self.module.automatic_optimization:
-            check_train_loaders(trainer, self._options, self.mesh.layout)
+            check_train_loaders(trainer, self.options, self.mesh.layout)
         check_same_everywhere(self.mesh.world_cpu, data_fields(trainer))
         self.layers.warn_of_evaluation()
-        note_compiled_blocks(self.module, self.mesh, self._options)
-        check_not_compiled(self.module, self._options.products)
+        note_compiled_blocks(self.module, self.mesh, self.options)
+        check_not_compiled(self.module, self.options.products)
         self.state.begin_fit()
 
     def end_training(self) -> None:

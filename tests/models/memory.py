@@ -30,7 +30,7 @@ from lightning_megatron.plan.kept_activations import KeptActivations, eager_acti
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.network_activations import MicrobatchShape
 from lightning_megatron.plan.recomputation import Recomputation
-from lightning_megatron.strategy.callbacks.memory_report import kept_activations_of
+from lightning_megatron.strategy.memory_estimate import kept_activations_of
 from tests.live_memory import LiveMemory
 
 BATCH, LENGTH = 2, 64

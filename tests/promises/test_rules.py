@@ -117,7 +117,7 @@ BUDGETS: dict[str, int] = {
     "optimizer": 3120,
     "pipeline": 780,
     "plan": 5000,
-    "strategy": 11810,
+    "strategy": 11830,
     "swap": 8770,
     "tasks": 4510,
 }

@@ -27,8 +27,8 @@ from lightning_megatron.strategy.callbacks.memory_report import (
     MemoryReport,
     StageReport,
     merge_ranks,
-    state_copies,
 )
+from lightning_megatron.strategy.memory_estimate import state_copies
 from tests.fits import Job, Language, Regress, Vectors, run_job, trainer_of
 from tests.graphs.jobs import strategy_of
 from tests.live_memory import LiveMemory

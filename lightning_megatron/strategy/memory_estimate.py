@@ -1,0 +1,269 @@
+"""Estimate of the memory of a run's stages, and the static memory that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from lightning_megatron.experts.compute.choose_backend import choose_backend
+from lightning_megatron.layers.attention.choose_core import choose_core
+from lightning_megatron.layers.context_parallel.attend_across import transport_of
+from lightning_megatron.layers.fused.choose_kernels import fused_kernels
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.gpt_block import span_of_layer
+from lightning_megatron.models.stage import pipelined_modules
+from lightning_megatron.nest import leaves
+from lightning_megatron.pipeline.microbatch import count_samples, count_tokens
+from lightning_megatron.plan.budget import (
+    StageMemory,
+    TrainingShape,
+    estimate_memory,
+    static_bytes,
+)
+from lightning_megatron.plan.cuda_graphs import CudaGraphs
+from lightning_megatron.plan.kept_activations import (
+    KeptActivations,
+    eager_activations,
+    fused_activations,
+)
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.model_shape import ModelShape
+from lightning_megatron.strategy.run import Run
+
+
+def kept_activations_of(model: GPT) -> KeptActivations:
+    """Return the activations that layers keep for the backward pass on the model's device.
+
+    The result depends on the kernels that the device supports, since fused kernels keep fewer
+    activations.
+
+    Args:
+        model: Model, already on its device.
+    """
+    parameter = next(model.parameters())
+    make = fused_activations if fused_kernels(parameter) is not None else eager_activations
+    config = model.config
+    span = span_of_layer(config, 0)
+    choice = choose_core(
+        parameter.device,
+        parameter.dtype,
+        # The span over whole rows determines the kind of scores.
+        replace(
+            span,
+            window=None,
+            sinks=torch.zeros(config.num_heads) if config.attention_sinks else None,
+        ),
+        dropout=config.attention_dropout,
+        head_dim=config.head_size,
+        value_dim=config.value_size,
+    )
+    # Attention over parts of the keys keeps no scores, because its backward pass recomputes them.
+    transport = transport_of(span, model.mesh, model.context)
+    has_parts_of_keys = model.mesh.cp.size > 1 and transport != "all_to_all"
+    return replace(
+        make(config.memory_shape(), parameter.element_size()),
+        expanded_copies=int(config.kv_heads < config.num_heads and choice.expand_kv),
+        padded_values=choice.pads_values,
+        stores_scores=choice.core == "operators" and not has_parts_of_keys,
+        expert_gradients=int(_makes_expert_gradients(model)),
+    )
+
+
+def _makes_expert_gradients(model: GPT) -> bool:
+    """Return whether the gradients of all experts exist at once before their accumulation."""
+    for layer in model.mixtures.values():
+        first, *rest = layer.experts.weights("down")
+        kind = choose_backend(
+            first.device, first.dtype, 1 + len(rest), first.shape[1], first.shape[0]
+        )
+        return kind.backend == "grouped_mm"
+    return False
+
+
+#: Size of a cuBLAS workspace on Hopper; the thread of the forward pass has a workspace, and so has
+#: that of the backward pass (bytes).
+_WORKSPACE_HOPPER = 32 * 2**20
+#: The same before Hopper (bytes).
+_WORKSPACE_BEFORE_HOPPER = 8 * 2**20 + 128 * 2**10
+
+
+#: Parts of the memory that a training holds from step to step.
+STATIC_PARTS = ("parameters", "gradients", "main_parameters", "optimizer")
+
+
+def graph_settings(run: Run) -> CudaGraphs | None:
+    """Return the settings of the graphs of a run; None if it runs eagerly."""
+    return None if run.graphs is None or run.graphs.is_off else run.options.graphs
+
+
+def held_bytes(run: Run, optimizers: Sequence[Optimizer]) -> dict[str, int]:
+    """Return the static memory of this rank, by part (bytes)."""
+    states = [
+        value
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+    ]
+    return run.state.main.memory() | {
+        "optimizer": sum(value.nbytes for value in states if isinstance(value, Tensor))
+    }
+
+
+@dataclass(frozen=True)
+class MemoryCase:
+    """What the estimate of a run's memory depends on; changed fields give that of other options.
+
+    Args:
+        model: Sizes of the run's only GPT.
+        layout: Sizes of the axes, with the number of layers of each stage.
+        training: Settings of the step.
+        table: Activations that layers keep.
+    """
+
+    model: ModelShape
+    layout: ParallelLayout
+    training: TrainingShape
+    table: KeptActivations
+
+    @classmethod
+    def of(cls, run: Run, optimizers: Sequence[Optimizer], batch: Any) -> MemoryCase | None:
+        """Return the case of a run; None without tokens in the batch, or without a single GPT.
+
+        Args:
+            batch: A batch of this data-parallel rank.
+        """
+        models = [model for _, model in pipelined_modules(run.module) if isinstance(model, GPT)]
+        num_tokens = count_tokens(batch)
+        if len(models) != 1 or not num_tokens:
+            return None
+        model = models[0]
+        num_samples = count_samples(batch)
+        rule = run.options.microbatches(run.mesh.layout)
+        num_bytes = sum(leaf.nbytes for _, leaf in leaves(batch) if isinstance(leaf, Tensor))
+        training = replace(
+            training_shape(run, optimizers),
+            seq_length=num_tokens // num_samples,
+            microbatch_size=min(rule.size_for(num_samples), num_samples),
+            num_microbatches=rule.count_for(num_samples),
+            recompute=model.recompute,
+            loss_chunk=model.loss_chunk,
+            input_bytes=num_bytes // num_tokens,
+        )
+        layout = replace(run.mesh.layout, stage_layers=model.partition.counts)
+        return cls(model.config.memory_shape(), layout, training, kept_activations_of(model))
+
+    def estimate(self) -> tuple[StageMemory, ...]:
+        """Return the estimate of each stage."""
+        return estimate_memory(self.model, self.layout, self.training, table=self.table)
+
+
+def estimate_of(run: Run, optimizers: Sequence[Optimizer], batch: Any) -> StageMemory:
+    """Estimate the memory of this rank's stage; of modules without a GPT, only the static parts.
+
+    Args:
+        optimizers: Optimizers of the run.
+        batch: A batch of this data-parallel rank; None if it is not known.
+    """
+    stage = run.mesh.pp.rank
+    case = MemoryCase.of(run, optimizers, batch)
+    if case is not None:
+        return case.estimate()[stage]
+    main = run.state.main
+    training = training_shape(run, optimizers)
+    counts = {run.mesh.data.size: 0, run.mesh.edp.size: 0}
+    for name in main.names:
+        axis = run.mesh.edp if main.spec(name).is_expert else run.mesh.data
+        counts[axis.size] += main.parameter(name).numel()
+    stored = sum(
+        weight.numel() for buffer in main.eight_bit_buffers for weight in buffer.members.values()
+    )
+    parts = [
+        static_bytes(count, size, training, stored if size == run.mesh.data.size else 0)
+        for size, count in counts.items()
+    ]
+    static = {part: sum(map(itemgetter(part), parts)) for part in STATIC_PARTS}
+    return StageMemory(
+        stage=stage, moment="", in_flight=0, num_parameters=sum(counts.values()), **static
+    )
+
+
+def training_shape(run: Run, optimizers: Sequence[Optimizer]) -> TrainingShape:
+    """Return the dtypes and options of a run as a training shape, with step sizes of 1."""
+    options = run.options
+    dtypes = run.precision.dtypes
+    main_parameters = dtypes.main_parameters or dtypes.parameters
+    gradients = (
+        torch.bfloat16
+        if dtypes.main_parameters and options.optimizer.gradient_dtype == "bfloat16"
+        else main_parameters
+    )
+    moments = torch.bfloat16 if options.optimizer.moments_dtype == "bfloat16" else main_parameters
+    device = run.mesh.device
+    main_bytes = main_parameters.itemsize if dtypes.main_parameters else 0
+    fp8 = options.products if options.linear.backend == "native" else None
+    return TrainingShape(
+        seq_length=1,
+        schedule=options.pass_order,
+        microbatch_group_size=options.pipeline.microbatch_group_size,
+        sequence_parallel=run.mesh.sequence_parallel,
+        expert_transport=run.layers.transport,
+        expert_rows=run.layers.expert_rows,
+        clone_places=run.layers.clone_places,
+        zero=options.optimizer.zero,
+        parameter_bytes=dtypes.parameters.itemsize,
+        gradient_bytes=gradients.itemsize,
+        main_bytes=main_bytes,
+        state_bytes=max((state_copies(optimizer) for optimizer in optimizers), default=0)
+        * moments.itemsize,
+        activation_bytes=dtypes.parameters.itemsize,
+        step_bytes=0
+        if device.type != "cuda" or all(map(_is_in_place, optimizers))
+        else main_parameters.itemsize,
+        library_bytes=_library_bytes(device),
+        cuda_graphs=graph_settings(run),
+        fp8=fp8,
+    )
+
+
+def state_copies(optimizer: Optimizer) -> int:
+    """Return how many tensors of a main parameter's size an optimizer keeps for it.
+
+    Returns:
+        The known number for torch's optimizers; for others, the maximum over current states.
+    """
+    groups = optimizer.param_groups
+    if isinstance(optimizer, (Adam, AdamW)):
+        return 3 if any(group.get("amsgrad") for group in groups) else 2
+    if isinstance(optimizer, SGD):
+        return int(any(group.get("momentum") for group in groups))
+    if isinstance(optimizer, Adagrad):
+        return 1
+    most = 0
+    for parameter, state in optimizer.state.items():
+        tensors = [value for value in state.values() if isinstance(value, Tensor)]
+        copies = [tensor for tensor in tensors if tensor.shape == parameter.shape]
+        most = max(most, len(copies) if parameter.ndim else 0)
+    return most
+
+
+def _is_in_place(optimizer: Optimizer) -> bool:
+    # torch's foreach updates allocate temporaries as large as the parameters.
+    return all(
+        group.get("fused") or group.get("foreach") is False for group in optimizer.param_groups
+    )
+
+
+def _library_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    return 2 * (
+        _WORKSPACE_HOPPER
+        if torch.cuda.get_device_capability(device) >= (9, 0)
+        else _WORKSPACE_BEFORE_HOPPER
+    )
