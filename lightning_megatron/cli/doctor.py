@@ -76,29 +76,31 @@ def report(
 ) -> Iterator[str]:
     """Yield the report's lines."""
     yield f"lightning-megatron {__version__}, Python {machine.python}, {machine.system}"
-    yield from _section("packages", _packages(machine))
-    yield from _section("GPUs", _gpus(machine))
     kernels = {"fused": machine.fused} | dict(machine.kernels if machine.gpus else {})
-    yield from _section("kernels", _two_columns(kernels))
-    yield from _section("host", _two_columns(_host(machine)))
-    rows = [
+    folders = [
         (str(one.path), use, "writable" if one.is_writable else "read-only", size_text(one.free))
         for use, one in machine.folders.items()
     ]
-    yield from _section("folders", align_columns([("", "use", "", "free"), *rows]).split("\n"))
-    yield from _section("variables", _two_columns(machine.variables) or ["none that matter"])
+    sections = {
+        "packages": _packages(machine),
+        "GPUs": _gpus(machine),
+        "kernels": _two_columns(kernels),
+        "host": _two_columns(_host(machine)),
+        "folders": _table([("", "use", "", "free"), *folders]),
+        "variables": _two_columns(machine.variables) or ["none that matter"],
+    }
     if speed is not None:
-        measured = _speeds(speed_rows(machine.gpus, speed))
-        yield from _section("measured", measured or [speed.failure])
+        sections["measured"] = _speeds(speed_rows(machine.gpus, speed)) or [speed.failure]
     lines = [f"{one.severity:<8}{one.symptom}. Remedy: {one.remedy}" for one in problems]
-    yield from _section("to fix", lines or ["nothing"])
+    for title, texts in (sections | {"to fix": lines or ["nothing"]}).items():
+        yield f"\n{title}"
+        yield from (f"  {text}".rstrip() for text in texts)
     if speed is None:
         yield "\nSpeeds of GPUs and links: lightning-megatron doctor --measure"
 
 
-def _section(title: str, lines: Sequence[str]) -> Iterator[str]:
-    yield f"\n{title}"
-    yield from (f"  {line}".rstrip() for line in lines)
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    return align_columns(rows).split("\n")
 
 
 def _two_columns(texts: Mapping[str, str]) -> list[str]:
@@ -107,14 +109,10 @@ def _two_columns(texts: Mapping[str, str]) -> list[str]:
 
 
 def _packages(machine: Machine) -> list[str]:
-    rows = [("", "installed", "needed", "extra")]
-    missing = []
-    for one in machine.packages:
-        if one.version is None:
-            missing.append(f"{one.name} ({one.extra or 'needed'})")
-        else:
-            rows.append((one.name, one.version, one.needed, one.extra))
-    return [*align_columns(rows).split("\n"), f"not installed: {', '.join(missing) or 'none'}"]
+    found = [(p.name, p.version, p.needed, p.extra) for p in machine.packages if p.version]
+    missing = [f"{p.name} ({p.extra or 'needed'})" for p in machine.packages if not p.version]
+    rows = [("", "installed", "needed", "extra"), *found]
+    return [*_table(rows), f"not installed: {', '.join(missing) or 'none'}"]
 
 
 def _gpus(machine: Machine) -> list[str]:
@@ -140,7 +138,7 @@ def _gpus(machine: Machine) -> list[str]:
                 *_links(index, gpu),
             ]
         )
-    return [*lines, *align_columns(rows).split("\n")]
+    return [*lines, *_table(rows)]
 
 
 def _known(value: float | None, form: str) -> str:
@@ -183,7 +181,7 @@ def _speeds(rows: Sequence[SpeedRow]) -> list[str]:
         speeds = (row.speed, row.normal, row.published)
         texts = ["?" if one is None else _scaled(one, row.unit) for one in speeds]
         cells.append([row.name, *texts])
-    return align_columns(cells).split("\n")
+    return _table(cells)
 
 
 def _scaled(speed: float, unit: str) -> str:

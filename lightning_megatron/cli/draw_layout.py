@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import colorsys
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, sqrt
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from lightning_megatron.errors import UnsupportedError
@@ -36,45 +36,12 @@ INK = "#1f2933"
 SOFT_INK = "#616e7c"
 NODE_FILL = "#f5f7fa"
 NODE_EDGE = "#cbd2d9"
-FEW_COLOURS = (
-    "#4477aa",
-    "#ee6677",
-    "#228833",
-    "#ccbb44",
-    "#66ccee",
-    "#aa3377",
-    "#ee8866",
-    "#bbbbbb",
-)
-
-
-@dataclass(frozen=True)
-class Panel:
-    """Panel of the picture with the groups of one axis."""
-
-    axis: str
-    groups: list[list[int]]
-
-    @property
-    def title(self) -> str:
-        """Return the panel's heading, such as "tp: 4 groups of 4"."""
-        plural = "group" if len(self.groups) == 1 else "groups"
-        return f"{self.axis}: {len(self.groups)} {plural} of {len(self.groups[0])}"
-
-    def note(self, gpus_per_node: int) -> str:
-        """Return a note on the number of groups that stay inside a node."""
-        # The ranks of a group are in ascending order.
-        inside = sum(
-            group[0] // gpus_per_node == group[-1] // gpus_per_node for group in self.groups
-        )
-        if inside == len(self.groups):
-            return "inside a node"
-        return f"{inside} inside a node, the others across" if inside else "across nodes"
+FEW_COLOURS = "#4477aa #ee6677 #228833 #ccbb44 #66ccee #aa3377 #ee8866 #bbbbbb".split()
 
 
 @dataclass(frozen=True)
 class NodeMap:
-    """Coordinates of nodes and ranks in a panel, in inches from its upper left corner."""
+    """Coordinates of nodes and ranks in a panel, in inches."""
 
     num_ranks: int
     rank_offset: int
@@ -100,10 +67,10 @@ class NodeMap:
     @property
     def node_size(self) -> tuple[float, float]:
         """Width and height of a node's box."""
-        down = ceil(self.gpus_per_node / self.squares_across)
         across = self.squares_across
-        width = across * SQUARE + (across - 1) * GAP + 2 * NODE_PADDING
-        return width, down * SQUARE + (down - 1) * GAP + NODE_TITLE + NODE_PADDING
+        down = ceil(self.gpus_per_node / across)
+        width = _length(across, SQUARE, GAP) + 2 * NODE_PADDING
+        return width, _length(down, SQUARE, GAP) + NODE_TITLE + NODE_PADDING
 
     @property
     def size(self) -> tuple[float, float]:
@@ -111,22 +78,25 @@ class NodeMap:
         width, height = self.node_size
         across = self.nodes_across
         down = ceil(len(self.nodes) / across)
-        return across * width + (across - 1) * NODE_GAP, down * height + (down - 1) * NODE_GAP
+        return _length(across, width, NODE_GAP), _length(down, height, NODE_GAP)
 
-    def node_corner(self, node: int) -> tuple[float, float]:
-        """Return the upper left corner of a node's box."""
+    def node_corner(self, node: int, left: float, top: float) -> tuple[float, float]:
+        """Return the upper left corner of a node's box, in a panel with the given corner."""
         row, column = divmod(node - self.nodes[0], self.nodes_across)
         width, height = self.node_size
-        return column * (width + NODE_GAP), row * (height + NODE_GAP)
+        return left + column * (width + NODE_GAP), top + row * (height + NODE_GAP)
 
-    def rank_corner(self, rank: int) -> tuple[float, float]:
-        """Return the upper left corner of a rank's square."""
+    def rank_corner(self, rank: int, left: float, top: float) -> tuple[float, float]:
+        """Return the upper left corner of a rank's square, in a panel with the given corner."""
         node, slot = divmod(rank, self.gpus_per_node)
         row, column = divmod(slot, self.squares_across)
-        left, top = self.node_corner(node)
-        return left + NODE_PADDING + column * (SQUARE + GAP), top + NODE_TITLE + row * (
-            SQUARE + GAP
-        )
+        x, y = self.node_corner(node, left, top)
+        pitch = SQUARE + GAP
+        return x + NODE_PADDING + column * pitch, y + NODE_TITLE + row * pitch
+
+
+def _length(number: int, each: float, gap: float) -> float:
+    return number * each + (number - 1) * gap
 
 
 def check_picture(path: Path) -> None:
@@ -153,115 +123,90 @@ def draw_layout(
         experts: Whether to draw the expert grid.
     """
     figures = import_extra("matplotlib.figure", "plot")
-    patches = import_extra("matplotlib.patches", "plot")
-    node_map = NodeMap(
-        layout.world_size,
-        layout.rank_offset,
-        min(gpus_per_node, layout.world_size + layout.rank_offset),
-    )
-    rows = _panel_rows(layout, experts)
+    last = layout.world_size + layout.rank_offset
+    node_map = NodeMap(layout.world_size, layout.rank_offset, min(gpus_per_node, last))
+    rows = {"Dense grid": {axis: layout.groups(axis) for axis in ("tp", "cp", "dp", "pp")}}
+    if experts:
+        axes_of_experts = ("etp", "ep", "edp", "pp")
+        rows["Expert grid"] = {axis: layout.expert_groups(axis) for axis in axes_of_experts}
     panel_width, panel_height = node_map.size
     panel_width = max(panel_width, 2.0)
-    columns = max(len(panels) for _, panels in rows)
+    columns = max(len(_panels(groups)) for groups in rows.values())
     row_height = GRID_TITLE + PANEL_TITLE + panel_height
-    width = max(2 * MARGIN + columns * panel_width + (columns - 1) * PANEL_GAP, 6.4)
-    height = HEADER + len(rows) * row_height + (len(rows) - 1) * GRID_GAP + MARGIN
+    width = max(2 * MARGIN + _length(columns, panel_width, PANEL_GAP), 6.4)
+    height = HEADER + _length(len(rows), row_height, GRID_GAP) + MARGIN
     figure = figures.Figure(figsize=(width, height), facecolor="white")
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(0, width)
     axes.set_ylim(height, 0)
     axes.axis("off")
-    _draw_header(axes, layout)
-    for row, (title, panels) in enumerate(rows):
+    write = partial(axes.text, va="center")
+    title = f"{layout.world_size} ranks, order {layout.order}"
+    write(MARGIN, 0.33, title, size=14, weight="bold", color=INK)
+    note = "One colour, one group. In a square: the rank, and below it its group."
+    write(MARGIN, 0.62, note, size=9.5, color=SOFT_INK)
+    for row, (title, groups) in enumerate(rows.items()):
         top = HEADER + row * (row_height + GRID_GAP)
-        axes.text(MARGIN, top + 0.2, title, size=12, weight="bold", color=INK, va="center")
-        for column, panel in enumerate(panels):
+        sizes = " x ".join(f"{axis} {len(members[0])}" for axis, members in groups.items())
+        write(MARGIN, top + 0.2, f"{title}: {sizes}", size=12, weight="bold", color=INK)
+        top += GRID_TITLE
+        for column, (axis, members) in enumerate(_panels(groups).items()):
             left = MARGIN + column * (panel_width + PANEL_GAP)
-            axes.text(left, top + GRID_TITLE + 0.07, panel.title, size=10.5, color=INK, va="center")
-            note = panel.note(gpus_per_node)
-            axes.text(left, top + GRID_TITLE + 0.27, note, size=8.5, color=SOFT_INK, va="center")
-            _draw_panel(axes, patches, panel, node_map, left, top + GRID_TITLE + PANEL_TITLE)
+            plural = "group" if len(members) == 1 else "groups"
+            title = f"{axis}: {len(members)} {plural} of {len(members[0])}"
+            write(left, top + 0.07, title, size=10.5, color=INK)
+            note = _note(members, gpus_per_node)
+            write(left, top + 0.27, note, size=8.5, color=SOFT_INK)
+            _draw_panel(axes, members, node_map, left, top + PANEL_TITLE)
     figure.savefig(path, dpi=min(150.0, MAX_PIXELS / max(width, height)))
 
 
-def _panel_rows(layout: ParallelLayout, experts: bool) -> list[tuple[str, list[Panel]]]:
-    def row(title: str, groups: dict[str, list[list[int]]]) -> tuple[str, list[Panel]]:
-        sizes = " x ".join(f"{axis} {len(members[0])}" for axis, members in groups.items())
-        panels = [Panel(axis, members) for axis, members in groups.items() if len(members[0]) > 1]
-        return f"{title}: {sizes}", panels or [
-            Panel(axis, members) for axis, members in groups.items()
-        ][:1]
-
-    rows = [row("Dense grid", {axis: layout.groups(axis) for axis in ("tp", "cp", "dp", "pp")})]
-    if experts:
-        rows.append(
-            row(
-                "Expert grid",
-                {axis: layout.expert_groups(axis) for axis in ("etp", "ep", "edp", "pp")},
-            )
-        )
-    return rows
+def _panels(groups: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+    """Return the axes larger than 1, or the first one if there are none."""
+    large = {axis: members for axis, members in groups.items() if len(members[0]) > 1}
+    return large or dict([*groups.items()][:1])
 
 
-def _draw_header(axes: Any, layout: ParallelLayout) -> None:
-    title = f"{layout.world_size} ranks, order {layout.order}"
-    axes.text(MARGIN, 0.33, title, size=14, weight="bold", color=INK, va="center")
-    note = "One colour, one group. In a square: the rank, and below it its group."
-    axes.text(MARGIN, 0.62, note, size=9.5, color=SOFT_INK, va="center")
+def _note(groups: list[list[int]], gpus_per_node: int) -> str:
+    """Return how many groups stay inside a node."""
+    inside = sum(is_in_a_node(group, gpus_per_node) for group in groups)
+    if inside == len(groups):
+        return "inside a node"
+    return f"{inside} inside a node, the others across" if inside else "across nodes"
+
+
+def is_in_a_node(group: list[int], gpus_per_node: int) -> bool:
+    """Return whether all ranks of a group are on one node."""
+    # The ranks of a group are in ascending order.
+    return group[0] // gpus_per_node == group[-1] // gpus_per_node
 
 
 def _draw_panel(
-    axes: Any, patches: ModuleType, panel: Panel, node_map: NodeMap, left: float, top: float
+    axes: Any, groups: list[list[int]], node_map: NodeMap, left: float, top: float
 ) -> None:
-    width, height = node_map.node_size
+    patches = import_extra("matplotlib.patches", "plot")
+
+    def draw_box(x: float, y: float, size: tuple[float, float], radius: float, **look: Any) -> None:
+        style = f"round,pad=0,rounding_size={radius}"
+        axes.add_patch(patches.FancyBboxPatch((x, y), *size, boxstyle=style, **look))
+
+    write = partial(axes.text, va="center")
     for node in node_map.nodes:
-        x, y = node_map.node_corner(node)
-        corner = (left + x, top + y)
-        style = "round,pad=0,rounding_size=0.08"
-        axes.add_patch(
-            patches.FancyBboxPatch(
-                corner, width, height, boxstyle=style, facecolor=NODE_FILL, edgecolor=NODE_EDGE
-            )
-        )
-        axes.text(
-            left + x + NODE_PADDING,
-            top + y + 0.13,
-            f"node {node}",
-            size=7.5,
-            color=SOFT_INK,
-            va="center",
-        )
-    colours = _colours(len(panel.groups))
-    for index, group in enumerate(panel.groups):
-        ink = ink_on(colours[index])
+        x, y = node_map.node_corner(node, left, top)
+        draw_box(x, y, node_map.node_size, 0.08, facecolor=NODE_FILL, edgecolor=NODE_EDGE)
+        write(x + NODE_PADDING, y + 0.13, f"node {node}", size=7.5, color=SOFT_INK)
+    for index, (group, colour) in enumerate(zip(groups, _colours(len(groups)), strict=True)):
+        mark = partial(axes.text, va="center", ha="center", color=ink_on(colour))
         for rank in group:
-            x, y = node_map.rank_corner(rank)
-            corner = (left + x, top + y)
-            style = "round,pad=0,rounding_size=0.05"
-            axes.add_patch(
-                patches.FancyBboxPatch(
-                    corner, SQUARE, SQUARE, boxstyle=style, facecolor=colours[index], linewidth=0
-                )
-            )
-            middle = left + x + SQUARE / 2
-            axes.text(
-                middle,
-                top + y + 0.18,
-                str(rank),
-                size=9.5,
-                weight="bold",
-                color=ink,
-                ha="center",
-                va="center",
-            )
-            axes.text(
-                middle, top + y + 0.35, str(index), size=6.5, color=ink, ha="center", va="center"
-            )
+            x, y = node_map.rank_corner(rank, left, top)
+            draw_box(x, y, (SQUARE, SQUARE), 0.05, facecolor=colour, linewidth=0)
+            mark(x + SQUARE / 2, y + 0.18, str(rank), size=9.5, weight="bold")
+            mark(x + SQUARE / 2, y + 0.35, str(index), size=6.5)
 
 
 def _colours(number: int) -> list[str]:
     if number <= len(FEW_COLOURS):
-        return list(FEW_COLOURS[:number])
+        return FEW_COLOURS[:number]
     # The hues divide the colour circle evenly; neighbouring colours also differ in lightness.
     colours = []
     for index in range(number):

@@ -13,11 +13,13 @@ from lightning_megatron.extras import import_extra
 from lightning_megatron.plan.simulate import Span
 
 #: Colours of computations, and their names in the legend.
-COLOURS: Mapping[str, str] = MappingProxyType(
-    {"F": "#3f7fbf", "B": "#c9752b", "I": "#e0a526", "W": "#4f9d58"}
-)
-WORDS: Mapping[str, str] = MappingProxyType(
-    {"F": "forward", "B": "backward", "I": "input half", "W": "weight half"}
+LOOKS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "F": ("#3f7fbf", "forward"),
+        "B": ("#c9752b", "backward"),
+        "I": ("#e0a526", "input half"),
+        "W": ("#4f9d58", "weight half"),
+    }
 )
 
 # Lengths in inches.
@@ -66,12 +68,8 @@ def draw_schedules(
     height = HEADER + sum(heights)
     figure = figures.Figure(figsize=(width, height), facecolor="white", layout="constrained")
     figure.suptitle(title, size=11, weight="bold", color=INK)
-    panels = figure.subplots(
-        len(outcomes),
-        2,
-        squeeze=False,
-        gridspec_kw={"height_ratios": heights, "width_ratios": [across, MEMORY_WIDTH]},
-    )
+    ratios = {"height_ratios": heights, "width_ratios": [across, MEMORY_WIDTH]}
+    panels = figure.subplots(len(outcomes), 2, squeeze=False, gridspec_kw=ratios)
     for outcome, (timeline, memory) in zip(outcomes, panels, strict=True):
         timeline.set_xlim(0, max(length, 1))
         memory.set_xlim(0, largest_peak * 1.3 or 1)
@@ -79,31 +77,28 @@ def draw_schedules(
         _draw_memory(memory, outcome)
         timeline.get_xaxis().set_visible(outcome is outcomes[-1])
     used = {action.kind for row in rows for action in row}
-    kinds = [kind for kind in COLOURS if kind in used]
-    handles = [patches.Patch(facecolor=COLOURS[kind], label=WORDS[kind]) for kind in kinds]
+    looks = [look for kind, look in LOOKS.items() if kind in used]
+    handles = [patches.Patch(facecolor=colour, label=word) for colour, word in looks]
     if max(outcome.schedule.num_chunks for outcome in outcomes) > 1:
         handles.append(patches.Patch(facecolor="none", label="darker: later chunk"))
     figure.legend(
         handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=8
     )
-    metadata = {} if Path(path).suffix.lower() == ".pdf" else {"Description": description}
-    figure.savefig(
-        path, dpi=min(110.0, MAX_PIXELS / max(width, height)), metadata={"Title": title, **metadata}
-    )
+    metadata = {"Title": title}
+    if Path(path).suffix.lower() != ".pdf":
+        metadata["Description"] = description
+    figure.savefig(path, dpi=min(110.0, MAX_PIXELS / max(width, height)), metadata=metadata)
 
 
 def _draw_timeline(axes: Any, outcome: ScheduleOutcome, points: float) -> None:
     """Draw the boxes of every rank; a tick is ``points`` wide."""
     timeline = outcome.timeline
     num_chunks = outcome.schedule.num_chunks
-    axes.set_title(
+    title = (
         f"{outcome.schedule.name}, {outcome.chunks}: step {timeline.length}, "
-        f"bubble {timeline.bubble:.1%}, activations {max(outcome.peaks):.4g}",
-        size=8.5,
-        color=INK,
-        loc="left",
-        pad=3,
+        f"bubble {timeline.bubble:.1%}, activations {max(outcome.peaks):.4g}"
     )
+    axes.set_title(title, size=8.5, color=INK, loc="left", pad=3)
     for rank, row in enumerate(timeline.rows):
         boxes = [(span.start, span.stop - span.start) for span in row]
         colours = [_colour(span, num_chunks) for span in row]
@@ -113,10 +108,8 @@ def _draw_timeline(axes: Any, outcome: ScheduleOutcome, points: float) -> None:
         for span in row:
             _number(axes, span, num_chunks, points)
     _label_ranks(axes, outcome.schedule.num_stages)
-    axes.set_yticks(
-        range(outcome.schedule.num_stages),
-        [f"rank {rank}" for rank in range(outcome.schedule.num_stages)],
-    )
+    ranks = range(outcome.schedule.num_stages)
+    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
     axes.tick_params(length=0, labelsize=7, colors=SOFT_INK)
     axes.set_facecolor("#f5f7fa")
 
@@ -126,31 +119,16 @@ def _number(axes: Any, span: Span, num_chunks: int, points: float) -> None:
     size = min(LARGEST_FONT, (span.stop - span.start) * points / (DIGIT * (len(text) + 0.6)))
     if size < SMALLEST_FONT:
         return
-    axes.text(
-        (span.start + span.stop) / 2,
-        span.stage,
-        text,
-        size=size,
-        color=ink_on(_colour(span, num_chunks)),
-        ha="center",
-        va="center_baseline",
-    )
+    middle = (span.start + span.stop) / 2
+    ink = ink_on(_colour(span, num_chunks))
+    axes.text(middle, span.stage, text, size=size, color=ink, ha="center", va="center_baseline")
 
 
 def _draw_memory(axes: Any, outcome: ScheduleOutcome) -> None:
     """Draw a bar for the activations that each rank keeps at most."""
     ranks = range(outcome.schedule.num_stages)
-    axes.barh(list(ranks), outcome.peaks, height=0.6, color="#9aa5b1")
-    for rank in ranks:
-        axes.text(
-            outcome.peaks[rank],
-            rank,
-            f" {outcome.peaks[rank]:.3g}",
-            size=6.5,
-            color=SOFT_INK,
-            ha="left",
-            va="center_baseline",
-        )
+    bars = axes.barh(ranks, outcome.peaks, height=0.6, color="#9aa5b1")
+    axes.bar_label(bars, fmt=" {:.3g}", size=6.5, color=SOFT_INK)
     _label_ranks(axes, outcome.schedule.num_stages)
     axes.set_yticks([])
     axes.set_xticks([])
@@ -164,7 +142,7 @@ def _label_ranks(axes: Any, num_stages: int) -> None:
 
 
 def _colour(span: Span, num_chunks: int) -> str:
-    base = COLOURS[span.action.kind]
+    base, _ = LOOKS[span.action.kind]
     later = span.action.chunk / (num_chunks - 1) if num_chunks > 1 else 0.5
     white = LIGHTEST * (1 - later)
     parts = [int(base[start : start + 2], 16) for start in (1, 3, 5)]

@@ -10,7 +10,12 @@ from pathlib import Path
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
-from lightning_megatron.cli.draw_layout import GPUS_PER_NODE, check_picture, draw_layout
+from lightning_megatron.cli.draw_layout import (
+    GPUS_PER_NODE,
+    check_picture,
+    draw_layout,
+    is_in_a_node,
+)
 from lightning_megatron.plan.layout import DEFAULT_ORDER, ParallelLayout
 from lightning_megatron.plan.partition import LayerPartition
 
@@ -56,17 +61,9 @@ def layout(
         check_picture(png)
     if world_size is None:
         world_size = lcm(tp * cp, ep * (etp or tp)) * pp
+    layers = None if stage_layers is None else _stage_layers(stage_layers)
     planned = ParallelLayout(
-        world_size,
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        ep=ep,
-        etp=etp,
-        vpp=vpp,
-        order=order,
-        rank_offset=rank_offset,
-        stage_layers=None if stage_layers is None else _stage_layers(stage_layers),
+        world_size, tp, pp, cp, ep, etp, vpp, order, rank_offset=rank_offset, stage_layers=layers
     )
     experts = planned.has_experts or etp is not None
     width = max(60, min(120, shutil.get_terminal_size((100, 24)).columns))
@@ -91,9 +88,10 @@ def describe_layout(
         experts: Whether to show the expert grid.
         gpus_per_node: Ranks per node; if given, groups that cross nodes are marked.
     """
-    lines = [_header(layout, experts)]
+    lines = _header(layout, experts)
     if gpus_per_node is not None:
-        num_nodes = len({rank // gpus_per_node for rank in _ranks(layout)})
+        ranks = range(layout.rank_offset, layout.rank_offset + layout.world_size)
+        num_nodes = len({rank // gpus_per_node for rank in ranks})
         lines.append(
             f"nodes of {gpus_per_node} ranks: {num_nodes}; * marks a group that crosses nodes"
         )
@@ -109,13 +107,13 @@ def describe_layout(
     return "\n".join(lines)
 
 
-def _header(layout: ParallelLayout, experts: bool) -> str:
+def _header(layout: ParallelLayout, experts: bool) -> list[str]:
     start = f"world size {layout.world_size} "
     lines = [f"{start}= tp {layout.tp} x cp {layout.cp} x dp {layout.dp} x pp {layout.pp}"]
     if experts:
         lines.append(
-            f"{'':{len(start)}}= etp {layout.etp} x ep {layout.ep} x edp {layout.edp} x pp "
-            f"{layout.pp}"
+            f"{'':{len(start)}}= etp {layout.etp} x ep {layout.ep} x edp {layout.edp} "
+            f"x pp {layout.pp}"
         )
     lines.append(f"order {layout.order}, fastest axis first")
     if layout.vpp > 1:
@@ -125,7 +123,7 @@ def _header(layout: ParallelLayout, experts: bool) -> str:
         )
     if layout.stage_layers is not None:
         lines += ["", *_stage_lines(layout, LayerPartition(layout.stage_layers, ""))]
-    return "\n".join(lines)
+    return lines
 
 
 def _stage_lines(layout: ParallelLayout, partition: LayerPartition) -> list[str]:
@@ -160,7 +158,7 @@ def _table(
     lines.append("-" * width)
     for name, groups in rows:
         cells = [str(len(groups)).rjust(len("groups")), str(len(groups[0])).rjust(len("size"))]
-        inside = [gpus_per_node is None or _in_one_node(group, gpus_per_node) for group in groups]
+        inside = [gpus_per_node is None or is_in_a_node(group, gpus_per_node) for group in groups]
         if gpus_per_node:
             cells.append(_share(inside).ljust(len("in a node")))
         start = name.ljust(margin) + "  ".join(cells) + "  "
@@ -185,23 +183,10 @@ def _bracketed(group: list[int], stays: bool, room: int) -> str:
 
 
 def _wrapped(start: str, words: list[str], width: int) -> list[str]:
-    lines = textwrap.wrap(
-        " ".join(words),
-        width,
-        initial_indent=start,
-        subsequent_indent=" " * len(start),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    wrapper = textwrap.TextWrapper(width, start, " " * len(start), break_long_words=False)
+    wrapper.break_on_hyphens = False
+    lines = wrapper.wrap(" ".join(words))
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
-
-
-def _in_one_node(group: list[int], gpus_per_node: int) -> bool:
-    return len({rank // gpus_per_node for rank in group}) == 1
-
-
-def _ranks(layout: ParallelLayout) -> range:
-    return range(layout.rank_offset, layout.rank_offset + layout.world_size)
 
 
 def _stage_layers(text: str) -> list[int] | str:

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import torch
 from packaging.requirements import Requirement
-from packaging.version import Version
+from packaging.specifiers import SpecifierSet
 
 from lightning_megatron.cli.kernels import Compilers, describe_installation
+from lightning_megatron.data.worker_pool import default_workers
 from lightning_megatron.groups.loopback import reason_against_gloo
-from lightning_megatron.kernels.cuda import default_cache
+from lightning_megatron.kernels.cuda import default_cache, find_library, read_sources
 from lightning_megatron.kernels.cuda.library import reason_not_runnable
 from lightning_megatron.layers.fused.choose_kernels import choose_kernels
 
@@ -54,12 +55,10 @@ class Package:
     extra: str = ""
 
     @property
-    def is_admitted(self) -> bool:
-        """Return whether it is installed in a version that this package admits."""
-        if self.version is None:
-            return False
-        wanted = Requirement(f"{self.name}{self.needed}").specifier
-        return wanted.contains(Version(self.version), prereleases=True)
+    def is_refused(self) -> bool:
+        """Return whether it is installed in a version that this package does not admit."""
+        wanted = SpecifierSet(self.needed)
+        return self.version is not None and not wanted.contains(self.version, prereleases=True)
 
 
 @dataclass(frozen=True)
@@ -194,8 +193,7 @@ def read_machine(environment: Mapping[str, str]) -> Machine:
         environment: Environment variables.
     """
     gpus = read_gpus()
-    kernels = describe_installation(Compilers())
-    folders = {use: read_folder(path) for use, path in _folders(environment).items()}
+    can_run = reason_not_runnable() is None
     names = [name for name in sorted(environment) if _VARIABLES.fullmatch(name)]
     choice = choose_kernels(torch.device("cuda", 0)) if gpus else None
     return Machine(
@@ -204,13 +202,13 @@ def read_machine(environment: Mapping[str, str]) -> Machine:
         read_packages(),
         read_cuda(environment),
         gpus,
-        kernels,
-        reason_not_runnable() is None and kernels["library"].startswith("none"),
+        describe_installation(Compilers()),
+        can_run and find_library(default_cache(), read_sources()) is None,
         choice is not None and choice.kernels is not None,
         choice.reason if choice else "torch sees no GPU: operators of torch are used",
         read_host(),
         reason_against_gloo() or "",
-        folders,
+        _folders(environment),
         {name: environment[name] for name in names},
     )
 
@@ -303,7 +301,7 @@ def parse_links(text: str) -> tuple[tuple[str, ...], ...]:
 def read_host() -> Host:
     """Return cores, memory and limits, as a container or a job scheduler restricts them."""
     quota, _, period = _text("/sys/fs/cgroup/cpu.max").partition(" ")
-    cores = len(os.sched_getaffinity(0))
+    cores = default_workers()
     if quota.isdigit():
         cores = max(1, min(cores, int(quota) // int(period)))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -334,15 +332,16 @@ def read_folder(path: Path) -> Folder:
     return Folder(path, is_writable, runs_programs, os.stat(present).st_dev, free)
 
 
-def _folders(environment: Mapping[str, str]) -> dict[str, Path]:
+def _folders(environment: Mapping[str, str]) -> dict[str, Folder]:
     caches = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return {
+    paths = {
         "current folder": Path.cwd(),
         "temporary files": Path(environment.get("TMPDIR", "/tmp")),
         "Triton kernels": Path(environment.get("TRITON_CACHE_DIR", Path.home() / ".triton/cache")),
         "CUDA kernels": default_cache(),
         "Hugging Face": Path(environment.get("HF_HOME", caches / "huggingface")),
     }
+    return {use: read_folder(path) for use, path in paths.items()}
 
 
 def _version(name: str) -> str | None:

@@ -4,11 +4,11 @@ process for each GPU; on a machine without GPUs, in two processes on its cores.
 
 from __future__ import annotations
 
-import json
+import pickle
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import multiprocessing
 from torch.multiprocessing.spawn import ProcessException
 
 from lightning_megatron.cli.machine import Gpu
-from lightning_megatron.groups.loopback import all_reduce_speed
+from lightning_megatron.groups.loopback import Timer, all_reduce_speed
 from lightning_megatron.plan.chips import Chip, NormalShare, known_chip, link_speed
 
 _CPU_RANKS = 2
@@ -124,11 +124,9 @@ def measure_machine(num_gpus: int, limit: float) -> MachineSpeed:
         failure = run_ranks(measure_rank, size, (size, num_gpus > 0, folder), limit)
         if failure:
             return MachineSpeed(failure=failure)
-        results = [json.loads(_result(folder, rank).read_text()) for rank in range(size)]
-    devices = [DeviceSpeed(**one["device"]) for one in results]
-    pairs = [PairSpeed(*pair) for pair in results[0]["pairs"]]
-    is_right = all(one["is_right"] for one in results)
-    return MachineSpeed(tuple(devices), tuple(pairs), results[0]["all_reduce"], is_right)
+        results = [pickle.loads(_result(folder, rank).read_bytes()) for rank in range(size)]
+    devices, (pairs, *_), (all_reduce, *_), are_right = zip(*results, strict=True)
+    return MachineSpeed(devices, pairs, all_reduce, all(are_right))
 
 
 def run_ranks(
@@ -176,25 +174,14 @@ def measure_rank(rank: int, size: int, on_gpu: bool, folder: str) -> None:
     # One process copies between all GPUs, when the others are done. Eight have 56 pairs, which may
     # be joined by the host alone: the copies are smaller.
     gpus = [torch.device("cuda", index) for index in range(size)]
-    pairs = pair_speeds(gpus, sizes.num_bytes // 8, timer) if on_gpu and rank == 0 else []
-    result = {
-        "device": asdict(speed),
-        "all_reduce": all_reduce,
-        "is_right": is_right,
-        "pairs": pairs,
-    }
-    _result(folder, rank).write_text(json.dumps(result))
+    pairs = pair_speeds(gpus, sizes.num_bytes // 8, timer) if on_gpu and rank == 0 else ()
+    _result(folder, rank).write_bytes(pickle.dumps((speed, pairs, all_reduce, is_right)))
 
 
 def pair_speeds(
-    devices: Sequence[torch.device], num_bytes: int, timer: Callable[..., float]
-) -> list[tuple[int, int, float, bool]]:
-    """Copy between all ordered pairs of devices; return the fields of ``PairSpeed`` for each.
-
-    Args:
-        num_bytes: Size of the copied tensor (bytes).
-        timer: Returns the mean time of a call of a function (s).
-    """
+    devices: Sequence[torch.device], num_bytes: int, timer: Timer
+) -> tuple[PairSpeed, ...]:
+    """Copy a tensor of so many bytes between all ordered pairs of devices."""
     content = torch.arange(num_bytes // 4, dtype=torch.int32)
     pairs = []
     for source, target in permutations(range(len(devices)), 2):
@@ -203,8 +190,8 @@ def pair_speeds(
         copy = torch.zeros_like(sent, device=devices[target])
         seconds = timer(partial(copy.copy_, sent))
         is_right = torch.equal(copy.cpu(), content)
-        pairs.append((source, target, num_bytes / seconds, is_right))
-    return pairs
+        pairs.append(PairSpeed(source, target, num_bytes / seconds, is_right))
+    return tuple(pairs)
 
 
 def speed_rows(gpus: Sequence[Gpu], speed: MachineSpeed) -> list[SpeedRow]:
@@ -217,13 +204,13 @@ def speed_rows(gpus: Sequence[Gpu], speed: MachineSpeed) -> list[SpeedRow]:
     rows = []
     chips = [known_chip(gpu.name) for gpu in gpus] or [None] * len(speed.devices)
     for index, (one, chip) in enumerate(zip(speed.devices, chips, strict=False)):
-        name = f"GPU {index}: bfloat16" if gpus else f"CPU process {index}: float32"
+        name, kind = ("GPU", "bfloat16") if gpus else ("CPU process", "float32")
+        name = f"{name} {index}:"
         usual = chip or Chip(0, 0, 0)
-        rows.append(
-            _row(f"{name} products", one.products, "FLOP/s", usual.products, share.products)
-        )
-        name = name.split(":")[0]
-        rows.append(_row(f"{name}: copies", one.copies, "B/s", usual.memory, share.copies))
+        rows += [
+            _row(f"{name} {kind} products", one.products, "FLOP/s", usual.products, share.products),
+            _row(f"{name} copies", one.copies, "B/s", usual.memory, share.copies),
+        ]
     for index, gpu in enumerate(gpus):
         own = [pair for pair in speed.pairs if pair.source == index]
         if own:
@@ -248,9 +235,7 @@ def _result(folder: str, rank: int) -> Path:
     return Path(folder) / f"{rank}.json"
 
 
-def _device_speed(
-    device: torch.device, sizes: MeasuredSizes, timer: Callable[..., float]
-) -> DeviceSpeed:
+def _device_speed(device: torch.device, sizes: MeasuredSizes, timer: Timer) -> DeviceSpeed:
     # Random: products of equal numbers draw less power, and are faster.
     left, right = torch.randn(2, sizes.width, sizes.width, device=device).to(sizes.dtype)
     repeats = torch.equal(left @ right, left @ right)

@@ -229,9 +229,10 @@ def test_copies_between_all_pairs_are_timed_and_compared():
     pairs = pair_speeds(
         [torch.device("cpu")] * 3, 4000, lambda copy: (next(halves) and copy(), 2e-6)[1]
     )
-    assert [pair[:2] for pair in pairs] == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
-    assert {pair[2] for pair in pairs} == {2e9}
-    assert [pair[3] for pair in pairs] == [True, False] * 3
+    found = [(pair.source, pair.target) for pair in pairs]
+    assert found == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+    assert {pair.speed for pair in pairs} == {2e9}
+    assert [pair.is_right for pair in pairs] == [True, False] * 3
 
 
 def test_a_full_disk_is_named_once():

@@ -105,7 +105,7 @@ EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transforme
 BUDGETS: dict[str, int] = {
     "beside rooms": 730,
     "checkpoint": 2830,
-    "cli": 3340,
+    "cli": 3200,
     "data": 3810,
     "experts": 3190,
     "generation": 930,
