@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
+from lightning_megatron.option_errors import nearest
 from lightning_megatron.strict_json import MAX_DEPTH, read_regular_file
 
 #: Folder of the recipes: in a checkout a link to ``recipes``, in an installed package a copy.
@@ -42,16 +43,18 @@ def recipe_path(name: str) -> Path:
     """Return the file of a recipe.
 
     Args:
-        name: Name of the recipe, such as ``gpt_speeches_cpu``, with or without ``.yaml``.
+        name: Name of the recipe, such as ``gpt_speeches_cpu``, with or without ``recipe:`` before
+            it and ``.yaml`` behind it.
 
     Raises:
         UnsupportedError: If no recipe has this name.
     """
     names = list(recipe_summaries())
-    stem = name.removesuffix(".yaml")
+    stem = name.removeprefix(PREFIX).removesuffix(".yaml")
     if stem not in names:
         raise UnsupportedError(
-            f"{PREFIX}{name} is not a recipe of this package. The recipes are: {', '.join(names)}."
+            f"{PREFIX}{name.removeprefix(PREFIX)} is not a recipe of this package."
+            f"{nearest(stem, names)} The recipes are: {', '.join(names)}."
         )
     return RECIPES / f"{stem}.yaml"
 
@@ -59,12 +62,16 @@ def recipe_path(name: str) -> Path:
 def with_recipe_paths(arguments: Sequence[str]) -> list[str]:
     """Return command-line arguments in which ``recipe:NAME`` is replaced by the recipe's path.
 
-    A file that changes another recipe, which ``recipe: NAME`` in it names, follows this one.
+    A file that changes another recipe, which ``recipe: NAME`` in it names, follows this one. YAML
+    files that no parser could read in reasonable time are refused; other errors of syntax are left
+    to the parser.
 
     Args:
         arguments: Arguments; only values of ``-c`` and ``--config`` may name recipes.
 
     Raises:
+        CorruptDataError: If a file is large, not UTF-8, nested too deeply or without end, or has
+            values of other types than JSON.
         UnsupportedError: If no recipe has a given name.
     """
     resolved: list[str] = []
@@ -77,9 +84,11 @@ def with_recipe_paths(arguments: Sequence[str]) -> list[str]:
         flag, equals, value = argument.rpartition("=") if "=" in argument else ("", "", argument)
         if (flag or option) in ("-c", "--config"):
             if value.startswith(PREFIX):
-                value = str(recipe_path(value.removeprefix(PREFIX)))
+                value = str(recipe_path(value))
             for base in recipes_below(Path(value)):
                 resolved += [f"{flag}={base}"] if flag else [str(base), option]
+        elif value.endswith((".yaml", ".yml")):
+            _read_recipe(Path(value))
         resolved.append(f"{flag}{equals}{value}")
         option = argument
     return resolved
@@ -92,42 +101,22 @@ def recipes_below(path: Path) -> list[Path]:
         path: YAML file, in which ``recipe: NAME`` names the recipe that it changes.
 
     Raises:
+        CorruptDataError: If no parser could read the file in reasonable time.
         UnsupportedError: If no recipe has the given name.
     """
     below: list[Path] = []
-    try:
-        root = yaml.compose(read_regular_file(path, _REMEDY, _MAX_BYTES), yaml.SafeLoader)
-    except (CorruptDataError, OSError, RecursionError, UnicodeDecodeError, yaml.YAMLError):
-        # The checks of the file, or its parser, report the error.
-        return below
+    root = _read_recipe(path)
     for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
         if key.value == "recipe" and value.tag == f"{_TAG}str":
-            base = recipe_path(value.value.removeprefix(PREFIX))
+            base = recipe_path(value.value)
             below = [*recipes_below(base), base]
     return below
 
 
-def check_recipes(arguments: Sequence[str]) -> None:
-    """Refuse YAML files on a command line that no parser could read, or not in reasonable time.
-
-    Errors of syntax are left to the parser.
-
-    Args:
-        arguments: Arguments, with names of recipes replaced by paths.
-
-    Raises:
-        CorruptDataError: If a file is large, not UTF-8, nested too deeply or without end, or has
-            values of other types than JSON.
-    """
-    options = ("", *arguments)
-    for option, argument in zip(options, arguments, strict=False):
-        path = Path(argument.rpartition("=")[2])
-        is_config = option in ("-c", "--config") or argument.startswith("--config=")
-        if (is_config or path.suffix in (".yaml", ".yml")) and path.is_file():
-            _check_recipe(path)
-
-
-def _check_recipe(path: Path) -> None:
+def _read_recipe(path: Path) -> yaml.Node | None:
+    """Return the checked content of a file; None if it has none, or errors for the parser."""
+    if not path.is_file():
+        return None
     try:
         text = read_regular_file(path, _REMEDY, _MAX_BYTES).decode()
         root = yaml.compose(text, yaml.SafeLoader)
@@ -136,11 +125,12 @@ def _check_recipe(path: Path) -> None:
     except RecursionError:
         raise _refused(path, 1, "it is nested too deeply") from None
     except yaml.YAMLError:
-        return
+        return None
     if root is not None:
         recipe = _Recipe(path)
         recipe.find_places(root, (), set())
         recipe.count(root, (), [])
+    return root
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def show_recipe(name: str) -> None:
     Args:
         name: Name of the recipe, as the list has it.
     """
-    path = recipe_path(name.removeprefix(PREFIX))
+    path = recipe_path(name)
     print(path.read_text(encoding="utf-8"), end="")
     for base in reversed(recipes_below(path)):
         print(f"\n# The values that stand above change those of {PREFIX}{base.stem}:")
@@ -47,7 +47,7 @@ def copy_recipe(name: str, file: str) -> None:
         name: Name of the recipe, as the list has it.
         file: New file, or folder for it.
     """
-    path = recipe_path(name.removeprefix(PREFIX))
+    path = recipe_path(name)
     target = Path(file) / path.name if Path(file).is_dir() else Path(file)
     text = path.read_text(encoding="utf-8").replace(f"{PREFIX}{path.stem} ", f"{target} ")
     try:

@@ -12,7 +12,6 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from datetime import timedelta
-from difflib import get_close_matches
 from functools import cache
 from numbers import Integral, Real
 from typing import (
@@ -28,6 +27,7 @@ from typing import (
 )
 
 from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.option_errors import nearest
 
 #: Largest count; products of two counts fit into 64 bits.
 MOST = 2**31 - 1
@@ -292,10 +292,9 @@ def _record(name: str, value: Mapping[Any, Any], kind: Any) -> Any:
     ]
     for key in value:
         if key not in known:
-            nearest = get_close_matches(str(key), known, n=1)
-            hint = f" Did you mean {nearest[0]}?" if nearest else ""
             raise ParallelPlanError(
-                f"{name} has no setting {shown(key)}. Its settings are {', '.join(known)}.{hint}"
+                f"{name} has no setting {shown(key)}. Its settings are {', '.join(known)}."
+                f"{nearest(str(key), known)}"
             )
     _check_has(name, value, required)
     return kind(**value)

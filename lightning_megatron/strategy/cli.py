@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
 from lightning_megatron.option_errors import OptionParser, underscored
-from lightning_megatron.recipe_files import check_recipes, with_recipe_paths
+from lightning_megatron.recipe_files import with_recipe_paths
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 from lightning_megatron.strategy.private.data_loading import RecipeCLI
 from lightning_megatron.strategy.private.processes import without_noise
@@ -164,7 +164,6 @@ class MegatronCLI(RecipeCLI):
         arguments = list(sys.argv[1:] if args is None else args)
         try:
             resolved = with_recipe_paths(list(map(underscored, arguments)))
-            check_recipes(resolved)
         except (CorruptDataError, UnsupportedError) as error:
             parser.error(str(error))
         # Otherwise the chosen class would inherit the default values of the default class, such as

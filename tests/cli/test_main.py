@@ -13,13 +13,14 @@ import pytest
 import torch
 import yaml
 
-from lightning_megatron.cli.main import COMMANDS
+from lightning_megatron.cli.main import COMMANDS, HELP
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan import Action
 from lightning_megatron.recipe_files import recipe_path, with_recipe_paths
 from lightning_megatron.strategy.cli import MegatronCLI
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 STRATEGY = "--trainer.strategy=lightning_megatron.MegatronStrategy"
 BASE = """
@@ -101,11 +102,18 @@ def test_errors_are_one_message_without_traceback(refused, base):
         "fit --model lightning_megatron.HuggingFaceCausalLM --model.path nowhere": "lightning-megatron fit: error: path must be a local folder with config.json, or a model's name on the Hub",
         f"fit -c {base} {STRATEGY} --trainer.strategy.tp 2": "fit: error: world_size (1) must be a multiple of tp",
         f"fit -c {base} --trainer.strategy megatrn": "fit: error: trainer: You selected an invalid strategy name",
-        "fit -c recipe:gpt": "recipe:gpt is not a recipe of this package. The recipes are: bert_336m_gpu,",
+        "fit -c recipe:gpt": "recipe:gpt is not a recipe of this package. Did you mean gpt",
     }.items():
         assert message in refused(command), command
     with pytest.raises(UnsupportedError, match="is not a recipe"):
         recipe_path("../pyproject")
+
+
+def test_pages_recipes_and_help_write_options_with_underscores_as_parsers_list_them():
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *RECIPES.glob("*.yaml"), HELP]
+    dashed = re.compile(r"(?m)lightning-megatron [a-z](?:\\\n|[^\n`])*? --[a-z]+-[a-z].*")
+    assert len(pages) > 40
+    assert {page.name: found for page in pages if (found := dashed.findall(page.read_text()))} == {}
 
 
 RECIPE = "fit -c recipe:gpt_speeches_cpu"
