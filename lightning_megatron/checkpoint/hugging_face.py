@@ -26,9 +26,10 @@ from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint, verify
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.hub import TOKENIZER, tokenizer_files
+from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.settings import join_or, shown
-from lightning_megatron.swap.families import Family, family_of
+from lightning_megatron.plan.settings import coerced, join_or, shown
+from lightning_megatron.swap.families import Family, exported_form, family_of
 from lightning_megatron.swap.hugging_face.own_code import (
     OWN_CODE,
     checkpoint_record,
@@ -67,13 +68,19 @@ def describe_models(module: nn.Module, one_process: Mapping[str, Any]) -> dict[s
 
 @dataclass(frozen=True)
 class SavedModel:
-    """Hugging Face model of a checkpoint whose layers were replaced by layers of this package."""
+    """Model of a checkpoint that has the layers of this package, and a Hugging Face class.
+
+    Args:
+        gpt: Configuration of a ``GPT``, whose tensors have its own names; None for a Hugging Face
+            model whose layers were replaced.
+    """
 
     stored: OpenCheckpoint
     prefix: str
     family: Family
     config: Mapping[str, Any]
-    adapter: Adapter | None
+    adapter: Adapter | None = None
+    gpt: GPTConfig | None = None
 
     @classmethod
     def of(cls, stored: OpenCheckpoint, name: str, record: Mapping[str, Any]) -> SavedModel:
@@ -93,13 +100,14 @@ class SavedModel:
         """Write the model as a folder that ``from_pretrained`` reads, or its adapter for peft."""
         if self.adapter is None or merge:
             tensors = self.merged_tensors()
-            export_folder(tensors, self.family, self.config, out, max_file_bytes, dtype)
+            table = self._table
+            export_folder(tensors, self.family, self.config, out, max_file_bytes, dtype, table)
             return
         factors = self._read(self.adapter.class_tensors(self._table))
         export_adapter(factors, self.family, self.config, self.adapter, out, dtype)
 
     def merged_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full tensors with the adapter merged, by the names in the model's class."""
+        """Yield the full tensors with the adapter merged, by the names in the model."""
         if self.adapter is None:
             return self._read()
         maps = self.adapter.class_maps(self._table)
@@ -108,6 +116,8 @@ class SavedModel:
 
     @property
     def _table(self) -> tuple[TensorMap, ...]:
+        if self.gpt is not None:
+            return self.family.tensors(self.gpt)
         return self.family.class_tensors(self.family.config(self.config))
 
     def _read(self, only: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -216,9 +226,17 @@ class SavedOwnCodeModel:
 def find_model(
     path: str | os.PathLike[str], name: str | None = None, unsafe: bool = False
 ) -> SavedModel | SavedOwnCodeModel:
-    """Return a Hugging Face model of a checkpoint."""
+    """Return the model of a checkpoint that becomes a Hugging Face folder.
+
+    It is a Hugging Face model, or the ``GPT`` of a ``CausalLM``.
+    """
     stored = OpenCheckpoint.open(path)
     metadata = load_metadata(stored, weights_only=not unsafe)
+    config = (metadata.get("hyper_parameters") or {}).get("config")
+    if HUGGING_FACE not in metadata and isinstance(config, Mapping):
+        gpt: GPTConfig = coerced("config", config, GPTConfig)
+        family, settings = exported_form(gpt)
+        return SavedModel(stored, f"{MODEL}{name or 'model'}.", family, settings, gpt=gpt)
     name, record = _chosen(metadata.get(HUGGING_FACE) or {}, name, path)
     if OWN_CODE in record:
         return SavedOwnCodeModel.of(stored, record, metadata.get(ONE_PROCESS) or {})
@@ -302,10 +320,9 @@ def _chosen(
 ) -> tuple[str, Any]:
     if not models:
         raise CheckpointMismatchError(
-            f"a checkpoint that is exported must hold a Hugging Face model: {os.fspath(path)} "
-            "holds none. Other models, such as a GPT of this package, have no form that "
-            "from_pretrained reads. Use `lightning-megatron checkpoint consolidate` for one file "
-            "with all tensors."
+            f"a checkpoint that is exported must hold a Hugging Face model or a CausalLM: "
+            f"{os.fspath(path)} holds none. Other models have no form that from_pretrained reads. "
+            "Use `lightning-megatron checkpoint consolidate` for one file with all tensors."
         )
     if name is None and len(models) == 1:
         return next(iter(models.items()))

@@ -24,6 +24,8 @@ from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.hub import local_folder, tokenizer_files
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.hugging_face_folder import CONFIG
 from lightning_megatron.swap import parallelize
 
 EXAMPLES = """examples:
@@ -78,7 +80,9 @@ def convert(
             _check_whole(find_model(source, name, unsafe))
         export_model(source, output, name, chosen, max_file_bytes, unsafe, merge)
         for file, content in (given or saved_tokenizer(source, not unsafe)).items():
-            Path(output, file).write_bytes(content)
+            # The export has a configuration of its own, and an adapter has none.
+            if file != CONFIG:
+                Path(output, file).write_bytes(content)
         print(f"{output}: a Hugging Face folder of {source}")
     else:
         if merge or tokenizer is not None:
@@ -146,23 +150,28 @@ def compare(saved: SavedModel, folder: str) -> float:
     original = (
         getattr(library, saved.family.architecture).from_pretrained(folder, dtype="float32").eval()
     )
-    root = nn.ModuleDict({"model": deepcopy(original)})
-    parallelize(root, ParallelMesh.single())
-    converted: Any = root["model"]
+    if saved.gpt is None:
+        root = nn.ModuleDict({"model": deepcopy(original)})
+        parallelize(root, ParallelMesh.single())
+        converted: Any = root["model"]
+    else:
+        converted = GPT(saved.gpt).eval()
     full = dict(saved.merged_tensors())
     for key, tensor in (*converted.named_parameters(), *converted.named_buffers()):
         if key in full or isinstance(tensor, nn.Parameter):
             # This package may pad the vocabulary; the checkpoint has no rows for the padding.
             tensor[: full[key].shape[0]] = full[key]
-    config = saved.family.config(saved.config)
+    config = saved.gpt or saved.family.config(saved.config)
     count = min(_NUM_TOKENS, config.max_seq_length)
     tokens = torch.randint(
         0, config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0)
     )
-    computed, expected = (_result(model(input_ids=tokens)) for model in (converted, original))
+    computed, expected = (_result(model(tokens)) for model in (converted, original))
     return float((computed - expected).abs().max() / expected.abs().max())
 
 
 def _result(output: Any) -> Tensor:
+    if isinstance(output, Tensor):
+        return output
     result: Tensor = output["logits"] if "logits" in output.keys() else output["last_hidden_state"]  # noqa: SIM118
     return result

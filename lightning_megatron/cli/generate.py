@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from jsonargparse.typing import PositiveInt
 
@@ -14,12 +14,13 @@ from lightning_megatron.cli.opened_model import OpenedModel
 from lightning_megatron.cli.talk import Talk
 from lightning_megatron.cli.text_generation import PromptText, TextGeneration
 from lightning_megatron.data.documents import TextFiles
+from lightning_megatron.data.row_files import FileRow, read_rows
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
 from lightning_megatron.generation.prompts import check_prompts
 from lightning_megatron.generation.sampling import GenerationSettings
 from lightning_megatron.generation.stop_text import StopStrings
-from lightning_megatron.tasks.chat import ChatTokenizer, Message
+from lightning_megatron.tasks.chat import ChatTokenizer, Message, side_of, tools_of
 
 EXAMPLES = """examples:
   lightning-megatron generate path/to/folder --prompt "The state of the union"
@@ -27,6 +28,24 @@ EXAMPLES = """examples:
       --sample --top_p 0.9 --samples 4 --tp 2 --pp 2 --devices 4 --precision bf16-true
   lightning-megatron generate exported --chat --prompt "Who spoke first?"
   lightning-megatron generate exported --interactive --max_new_tokens 500"""
+
+
+class GivenPrompt(NamedTuple):
+    """Prompt of the command line or of a file.
+
+    Args:
+        value: Its text, or the messages of a conversation.
+        place: Its name in errors.
+        tools: Descriptions of tools, which the chat template writes; None for none.
+    """
+
+    value: Any
+    place: str
+    tools: list[Any] | None = None
+
+    def read(self, encode: Callable[[str], list[int]]) -> PromptText:
+        """Return the text to continue, with its tokens."""
+        return PromptText(self.value, encode(self.value))
 
 
 @dataclass(frozen=True)
@@ -69,10 +88,24 @@ class ChatOptions:
         """Messages before the first question."""
         return () if self.system is None else ({"role": "system", "content": self.system},)
 
-    def question(self, chat: ChatTokenizer, text: str) -> list[int]:
-        """Return the tokens of a conversation that begins with a question."""
-        messages = [*self.beginning, {"role": "user", "content": text}]
-        return chat.prompt_tokens(messages, f"the conversation with {text!r}")
+    def asked(self, chat: ChatTokenizer, prompt: GivenPrompt) -> PromptText:
+        """Return a question, or the last message of a conversation, with the tokens before its
+        answer.
+        """
+        place = prompt.place
+        messages = side_of(prompt.value, "user", place)
+        if messages[-1]["role"] == "assistant":
+            raise UnsupportedError(
+                f"an answer follows a question: the last message of {place} is an answer.\n"
+                "Leave it out."
+            )
+        if self.system is not None and messages[0]["role"] == "system":
+            raise UnsupportedError(
+                f"a conversation begins with one system message: {place} has one, and --system is "
+                "another.\nLeave one of them out."
+            )
+        tokens = chat.prompt_tokens([*self.beginning, *messages], place, prompt.tools)
+        return PromptText(messages[-1].get("content", ""), tokens)
 
 
 def generate(
@@ -94,7 +127,8 @@ def generate(
     Args:
         model: A Hugging Face folder, a model's name on the Hub, or a checkpoint.
         prompt: Prompts.
-        prompts: Text with a prompt on each line, or JSON lines with the key `prompt`.
+        prompts: Text with a prompt on each line, or JSON lines with the key `prompt`, and with
+            --chat also `messages`.
         tokenizer: bytes, gpt2 or a path; by default that of the Hugging Face folder.
         special_tokens: Whether prompts get the special tokens that the tokenizer adds; by default
             with a Hugging Face folder.
@@ -125,9 +159,8 @@ def generate(
         # A CausalLM is trained on token files, whose texts have no special tokens before them.
         adds_special = opened.folder is not None if special_tokens is None else special_tokens
         encode = words.encode_prompt if adds_special else words.encode
-        if template is not None:
-            encode = partial(chat.question, template)
-        texts = [PromptText(text, encode(text)) for text in _texts(prompt, prompts)]
+        given = _given(prompt, prompts, chat.chat)
+        texts = [chat.asked(template, one) if template else one.read(encode) for one in given]
         # Check the prompts here, so that errors are raised before other processes start.
         check_prompts([text.tokens for text in texts], opened.module.vocab_size)
         _check_length(texts, settings.max_new_tokens, opened.max_length)
@@ -148,36 +181,49 @@ def _check_keyboard(prompt: Sequence[str], prompts: Path | None, samples: int, j
         )
 
 
-def _texts(given: Sequence[str], file: Path | None) -> list[str]:
+def _given(texts: Sequence[str], file: Path | None, is_chat: bool) -> list[GivenPrompt]:
     """Return the prompts of the command line or of the file; refuse empty prompts."""
-    if bool(given) == (file is not None):
+    if bool(texts) == (file is not None):
         raise UnsupportedError(
             "there must be prompts, from one source: give either --prompt or --prompts."
         )
-    prompts = [(text, f"--prompt {text!r}") for text in given]
+    prompts = [GivenPrompt(text, f"--prompt {text!r}") for text in texts]
     if file is not None:
-        prompts = _texts_of_file(file)
-    for text, place in prompts:
-        if not text.strip():
+        prompts = _given_in(file, is_chat)
+    for value, place, _ in prompts:
+        if isinstance(value, str) and not value.strip():
             raise UnsupportedError(
                 f"a prompt must have a word, which the model continues: {place} has none. Leave it "
                 "out, or write a word."
             )
-    return [text for text, _ in prompts]
+    return prompts
 
 
-def _texts_of_file(path: Path) -> list[tuple[str, str]]:
+def _given_in(path: Path, is_chat: bool) -> list[GivenPrompt]:
     if not path.is_file():
         raise UnsupportedError(
             f"the prompts must be a file: {path} is none. Give a text file with a prompt on each "
             'line, or JSON lines such as {"prompt": "..."} (.jsonl).'
         )
-    prompts = [
-        (text.rstrip("\r\n"), place) for place, text in TextFiles([path]).texts("line", "prompt")
-    ]
+    [file] = TextFiles([path]).paths
+    prompts = [_given_row(row, is_chat) for row in read_rows(file, document="line")]
     if not prompts:
         raise CorruptDataError(f"{path} has no prompt. Write one on each line.")
     return prompts
+
+
+def _given_row(row: FileRow, is_chat: bool) -> GivenPrompt:
+    is_text = isinstance(row.content, bytes) and not row.is_json
+    fields = {} if is_text else row.fields()
+    if not is_chat and "messages" in fields:
+        raise UnsupportedError(
+            f"a conversation is answered by the chat template: {row.place} has messages, and "
+            "--chat is not given.\nAdd --chat."
+        )
+    if is_chat and ("messages" in fields or isinstance(fields.get("prompt"), list)):
+        value = fields.get("messages", fields.get("prompt"))
+        return GivenPrompt(value, row.place, tools_of(fields, row.place))
+    return GivenPrompt(row.text("prompt").rstrip("\r\n"), row.place)
 
 
 def _check_length(prompts: Sequence[PromptText], num_new: int, limit: int | None) -> None:

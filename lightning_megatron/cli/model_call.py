@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_megatron.models.token_module import TokenModule
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
+from lightning_megatron.strategy.private.processes import without_noise
 
 _DTYPES = {"bf16-true": "bfloat16", "16-true": "float16"}
 
@@ -50,17 +52,18 @@ class LayoutOptions:
 
     def trainer(self, *, has_progress: bool = False) -> Trainer:
         """Return a Trainer of this layout that writes no file."""
-        return Trainer(
-            strategy=MegatronStrategy(tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep),
-            accelerator=self.accelerator,
-            devices=self.devices,
-            num_nodes=self.num_nodes,
-            precision=self.precision,
-            logger=False,
-            enable_checkpointing=False,
-            enable_model_summary=False,
-            enable_progress_bar=has_progress,
-        )
+        with without_noise():
+            return Trainer(
+                strategy=MegatronStrategy(tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep),
+                accelerator=self.accelerator,
+                devices=self.devices,
+                num_nodes=self.num_nodes,
+                precision=self.precision,
+                logger=False,
+                enable_checkpointing=False,
+                enable_model_summary=False,
+                enable_progress_bar=has_progress,
+            )
 
 
 class _NoRows(IterableDataset):
@@ -110,6 +113,9 @@ class ModelCall(LightningModule):
         Args:
             checkpoint: Checkpoint with the weights; None if the source reads them itself.
         """
-        # The Trainer calls no hook for a dataset of length 0, so the dataset has no length.
-        trainer.test(self, DataLoader(_NoRows()), ckpt_path=checkpoint, verbose=False)
+        with warnings.catch_warnings():
+            # Callbacks of the training have nothing to do here.
+            warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`", UserWarning)
+            # The Trainer calls no hook for a dataset of length 0, so the dataset has no length.
+            trainer.test(self, DataLoader(_NoRows()), ckpt_path=checkpoint, verbose=False)
         return self.result

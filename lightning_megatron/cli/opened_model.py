@@ -14,6 +14,7 @@ from lightning_megatron.data.tokenizer import FileTokenizer, Tokenizer
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.hub import local_folder
 from lightning_megatron.models.causal_lm import CausalLM
+from lightning_megatron.models.hugging_face_folder import CONFIG
 from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM
 from lightning_megatron.models.token_module import TokenModule
 
@@ -25,8 +26,8 @@ class OpenedModel:
     Args:
         checkpoint: Checkpoint with the weights; None if the module reads them itself.
         folder: Hugging Face folder with the configuration; None for a ``CausalLM``.
-        scratch: Folder of the files of the tokenizer that a checkpoint holds, until the command
-            ends; None if it holds none.
+        scratch: Folder of the configuration and the files of the tokenizer that a checkpoint holds,
+            until the command ends; None if it holds none.
     """
 
     path: str
@@ -49,7 +50,8 @@ class OpenedModel:
             return cls(path, HuggingFaceCausalLM(**arguments), None, folder)
         settings = _hyperparameters(path)
         if isinstance(settings.get("config"), Mapping):
-            return cls(path, CausalLM(settings["config"]), path, None)
+            gpt = CausalLM(settings["config"])
+            return cls(path, gpt, path, None, _unpacked(saved_tokenizer(path)))
         folder = settings.get("path")
         if not isinstance(folder, str):
             raise UnsupportedError(
@@ -58,7 +60,10 @@ class OpenedModel:
                 "its model as a Hugging Face folder (lightning-megatron convert), or call its "
                 "model in a module of your own."
             )
-        # The weights come from the checkpoint; the folder has the configuration.
+        scratch = _unpacked(saved_tokenizer(path))
+        if scratch is not None and Path(scratch.name, CONFIG).is_file():
+            folder = scratch.name
+        # The weights come from the checkpoint.
         module = HuggingFaceCausalLM(
             folder,
             from_scratch=True,
@@ -66,7 +71,7 @@ class OpenedModel:
             expert_settings=settings.get("expert_settings"),
             lora=settings.get("lora"),
         )
-        return cls(path, module, path, module.folder, _unpacked(saved_tokenizer(path)))
+        return cls(path, module, path, module.folder, scratch)
 
     @property
     def tokenizer_folder(self) -> str | None:
@@ -88,7 +93,7 @@ class OpenedModel:
             return ()
         file = Path(self.tokenizer_folder, "generation_config.json")
         tokens = json.loads(file.read_text("utf-8")).get("eos_token_id") if file.is_file() else None
-        if tokens is None:
+        if tokens is None and self.folder is not None:
             config: Any = self.module.config
             tokens = config.get_text_config().eos_token_id
         if tokens is None:
@@ -121,8 +126,8 @@ class OpenedModel:
         name = given or self.tokenizer_folder
         if name is None:
             raise UnsupportedError(
-                f"{self.path} names no tokenizer: a CausalLM knows only the number of its tokens. "
-                "Give the one that it was trained with: --tokenizer bytes, gpt2 or a path."
+                f"{self.path} has no tokenizer: the data that it was trained on had none. Give the "
+                "one that made its tokens: --tokenizer bytes, gpt2 or a path."
             )
         return name
 

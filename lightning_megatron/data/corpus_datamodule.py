@@ -139,6 +139,16 @@ class CorpusDataModule(RowDataModule):
             heldout = [written["heldout"]]
             self.files = {"train": [written["train"]], "val": heldout, "test": heldout}
 
+    @property
+    @override
+    def vocab_size_before_launch(self) -> int | None:
+        if hub_name(self._tokenizer_spec or "bytes", "model") is not None:
+            return None
+        known = self.tokenizer
+        if known is None and "train" in self.files:
+            return getattr(self._open(self.files["train"][0]).description, "vocab_size", None)
+        return None if known is None else known.vocab_size
+
     @override
     def check_before_launch(self, stage: str | None) -> None:
         tokenizer = self._tokenizer_spec or "bytes"

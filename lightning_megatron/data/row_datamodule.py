@@ -15,6 +15,7 @@ from lightning_megatron.data.loader import PassSampler, SampleBatches, TokenLoad
 from lightning_megatron.data.sampler import TokenBatchSampler, check_position, imbalance_line
 from lightning_megatron.data.samples import Samples, Windows
 from lightning_megatron.data.streamed_samples import SectionStart, StreamedSamples
+from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.plan.global_batch import GlobalBatch, RampUp
 from lightning_megatron.plan.settings import Count, Elements, Index, Range, coerced_arguments
 
@@ -198,6 +199,20 @@ class RowDataModule(LightningDataModule):
             sampler: Order of the samples on this rank.
         """
         return TokenLoader(self.batches_of(samples), sampler, self.num_workers, self.pin_memory)
+
+    @staticmethod
+    def vocab_size_of(tokenizer: str) -> int:
+        """Return the vocabulary size of a tokenizer, which a recipe may take from here (tokens).
+
+        Args:
+            tokenizer: Name or path, as for ``lightning-megatron preprocess``.
+        """
+        return load_tokenizer(tokenizer).vocab_size
+
+    @property
+    def vocab_size_before_launch(self) -> int | None:
+        """Vocabulary size of the data; None if only a download or other processes know it."""
+        return None
 
     def check_before_launch(self, stage: str | None) -> None:
         """Refuse missing files and damaged headers before the strategy starts other processes.

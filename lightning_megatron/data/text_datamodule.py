@@ -159,6 +159,12 @@ class TextDataModule(FileDataModule):
         """Id of the end-of-document token; None if the tokenizer has none."""
         return self.tokenizer.eod
 
+    @property
+    @override
+    def vocab_size_before_launch(self) -> int | None:
+        is_on_hub = hub_name(self._encoder.options.tokenizer, "model") is not None
+        return None if is_on_hub else self.vocab_size
+
     @override
     def check_before_launch(self, stage: str | None) -> None:
         tokenizer = self._encoder.options.tokenizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from lightning_megatron.data.checked_files import check_sha256, locate_installed
 from lightning_megatron.errors import CorruptDataError, MissingExtraError, UnsupportedError
 from lightning_megatron.extras import import_extra
-from lightning_megatron.hub import local_folder
+from lightning_megatron.hub import local_folder, tokenizer_files
 from lightning_megatron.strict_json import parse_json, read_regular_file
 
 GPT2_SHA256 = {
@@ -57,6 +58,9 @@ class Tokenizer(Protocol):
     def texts(self) -> list[str | None]:
         """Return the text of each id; None for an id without a text of its own."""
 
+    def files(self) -> dict[str, bytes]:
+        """Return the files, by name, with which transformers makes the same tokens."""
+
 
 class ByteTokenizer:
     """Tokenizer whose tokens are the bytes of UTF-8 text, and id 256 for the end of a document."""
@@ -80,6 +84,23 @@ class ByteTokenizer:
     def texts(self) -> list[str | None]:
         """Return the ASCII characters; the other ids are parts of characters, or no text."""
         return [chr(token) if token < 128 else None for token in range(self.vocab_size)]
+
+    def files(self) -> dict[str, bytes]:
+        """Return the files of a tokenizer with a token for each byte, as GPT-2 writes bytes."""
+        library = import_extra("tokenizers", "text")
+        byte_level = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        # Bytes that are no printable characters are written as those from number 256 on, in order.
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = [byte for byte in range(256) if byte not in printable]
+        names = {byte: chr(byte) for byte in printable}
+        names |= {byte: chr(256 + number) for number, byte in enumerate(others)}
+        backend = library.Tokenizer(
+            library.models.BPE({name: byte for byte, name in names.items()}, [])
+        )
+        backend.pre_tokenizer = byte_level
+        backend.decoder = library.decoders.ByteLevel()
+        backend.add_special_tokens([END_OF_DOCUMENT[0]])
+        return FileTokenizer(self.name, backend, self.fingerprint).files()
 
 
 class FileTokenizer:
@@ -128,6 +149,17 @@ class FileTokenizer:
     def texts(self) -> list[str | None]:
         """Return the text of each id; None for an id without a token."""
         return [self._backend.id_to_token(token) for token in range(self.vocab_size)]
+
+    def files(self) -> dict[str, bytes]:
+        """Return the files of a folder, and in place of missing ones those that say the same."""
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        files = {"tokenizer.json": self._backend.to_str().encode()}
+        if self.eod is not None:
+            settings["eos_token"] = self._backend.id_to_token(self.eod)
+            files["generation_config.json"] = json.dumps({"eos_token_id": self.eod}).encode()
+        files["tokenizer_config.json"] = json.dumps(settings, indent=2).encode()
+        folder = Path(local_folder(self.name, has_weights=False))
+        return files | (tokenizer_files(folder) if folder.is_dir() else {})
 
 
 def vocab_size_of(ids: Collection[int], name: str) -> int:

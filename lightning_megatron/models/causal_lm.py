@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
+from lightning_megatron.hub import TOKENIZER
 from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.context_parallel.sequence_order import length_multiple
 from lightning_megatron.models.config import GPTConfig
@@ -66,6 +67,14 @@ class CausalLM(TokenModule):
         """Build this rank's part of the model; called for each fit, validate, test and predict."""
         if self.model is None:
             self.model = GPT(self.config, mesh=self.parallel_mesh(), seed=torch.initial_seed())
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the files of the data module's tokenizer, if it has one."""
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        files = getattr(getattr(data, "tokenizer", None), "files", None)
+        if files is not None:
+            checkpoint[TOKENIZER] = files()
 
     def forward(
         self,

@@ -21,7 +21,8 @@ from lightning_megatron.extras import import_extra
 from lightning_megatron.plan.settings import shown
 from lightning_megatron.strict_json import read_json
 
-_CONFIG = "config.json"
+#: Name of the file of a configuration.
+CONFIG = "config.json"
 _REMEDY = "Copy the folder again."
 #: Size limit of a configuration, enough for the names of a hundred thousand classes (bytes).
 _MAX_CONFIG_BYTES = 1 << 23
@@ -39,7 +40,7 @@ _UNCHANGED_ERRORS = (
 def read_config(path: str) -> Any:
     """Read the configuration of a folder with ``AutoConfig``, without running its code."""
     # Unlike pathlib, os.path returns False for names that are too long or have illegal characters.
-    if not os.path.isfile(os.path.join(path, _CONFIG)):
+    if not os.path.isfile(os.path.join(path, CONFIG)):
         raise UnsupportedError(
             "path must be a local folder with config.json, or a model's name on the Hub, such as "
             f"Qwen/Qwen3-0.6B: {shown(path)} is not. Use such a name, or a folder written by "
@@ -65,7 +66,7 @@ def load_model(path: str, config: Any, dtype: str) -> nn.Module:
     if missing:
         raise CheckpointMismatchError(
             f"a folder must have all weights of its model: {path} lacks {len(missing)} tensor(s) "
-            f"of {type(model).__name__}, such as {', '.join(map(repr, missing[:3]))}. {_CONFIG} "
+            f"of {type(model).__name__}, such as {', '.join(map(repr, missing[:3]))}. {CONFIG} "
             "and the weights belong to different models, or the copy is incomplete. Copy the "
             "folder again, or use from_scratch=True to initialise all weights at random."
         )
@@ -99,11 +100,11 @@ def name_folder_in_errors(path: str, rule: str) -> Iterator[None]:
     except (*_UNCHANGED_ERRORS, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        read_json(Path(path, _CONFIG), _REMEDY, _MAX_CONFIG_BYTES)
+        read_json(Path(path, CONFIG), _REMEDY, _MAX_CONFIG_BYTES)
         text = " ".join(str(error).split())
         raise CheckpointMismatchError(
             f"{rule}: {path} is rejected by transformers {_library().__version__} "
-            f"({type(error).__name__}: {text[:600]}). Correct {_CONFIG}, copy the folder again, or "
+            f"({type(error).__name__}: {text[:600]}). Correct {CONFIG}, copy the folder again, or "
             "install the version that wrote it."
         ) from error
 

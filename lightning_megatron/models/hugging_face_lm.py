@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -15,7 +16,12 @@ from lightning_megatron.extras import import_extra
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.hub import TOKENIZER, local_folder, tokenizer_files
 from lightning_megatron.layers.attention.span import AttentionSpan
-from lightning_megatron.models.hugging_face_folder import load_model, random_model, read_config
+from lightning_megatron.models.hugging_face_folder import (
+    CONFIG,
+    load_model,
+    random_model,
+    read_config,
+)
 from lightning_megatron.models.lora import PEFT, LoraSettings, bare_model
 from lightning_megatron.models.token_module import TokenModule
 from lightning_megatron.plan.settings import coerced_arguments
@@ -119,9 +125,12 @@ class HuggingFaceCausalLM(TokenModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the files of the tokenizer, with the chat template of the data if that has one."""
+        """Add the configuration, and the files of the tokenizer with the chat template of the data
+        if that has one.
+        """
         read = getattr(self.trainer.datamodule, "tokenizer_files", None)  # type: ignore[attr-defined]
-        checkpoint[TOKENIZER] = tokenizer_files(self.folder) if read is None else read()
+        files = tokenizer_files(self.folder) if read is None else read()
+        checkpoint[TOKENIZER] = {**files, CONFIG: Path(self.folder, CONFIG).read_bytes()}
 
     @override
     def on_fit_start(self) -> None:

@@ -13,6 +13,7 @@ from jsonargparse import SUPPRESS, Namespace, set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
@@ -71,6 +72,20 @@ def _exists(path: str) -> bool:
         return False
 
 
+def vocab_size_of(data: str, tokenizer: str) -> int:
+    """Return the vocabulary size of a tokenizer (tokens).
+
+    Recipes write ``${vocab_size_of:${data.class_path},${data.init_args.tokenizer}}``.
+
+    Args:
+        data: Class path of the data module that has the tokenizer.
+        tokenizer: Name or path of the tokenizer.
+    """
+    module, _, name = data.rpartition(".")
+    size: int = getattr(import_module(module), name).vocab_size_of(tokenizer)
+    return size
+
+
 _STRATEGY_PATHS = (
     "lightning_megatron.MegatronStrategy",
     f"{MegatronStrategy.__module__}.MegatronStrategy",
@@ -109,7 +124,8 @@ class MegatronCLI(RecipeCLI):
 
     * ``${...}`` is resolved after all files and command-line options are merged, so that an option
       changes every value that refers to it. A path such as ``${trainer.devices}`` has the same
-      meaning in a recipe and under a subcommand.
+      meaning in a recipe and under a subcommand. ``${vocab_size_of:...}`` counts the tokens of a
+      tokenizer.
     * A model or data module that the user names has the defaults of its class, and none of the
       defaults of the default class.
     * ``-c recipe:NAME`` reads a recipe that comes with the package.
@@ -133,6 +149,9 @@ class MegatronCLI(RecipeCLI):
         **options: Any,
     ) -> None:
         set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
+        # Its name before omegaconf 2.4.
+        register = getattr(OmegaConf, "register_resolver", OmegaConf.register_new_resolver)
+        register("vocab_size_of", vocab_size_of, replace=True)
         defaults: dict[str, Any] = {
             "subclass_mode_model": True,
             "subclass_mode_data": True,
@@ -183,6 +202,10 @@ class MegatronCLI(RecipeCLI):
             else:
                 self.config = parser.parse_args(resolved)
         except OmegaConfBaseException as error:
+            told = str(error).partition(" raised while resolving interpolation: ")[2]
+            if told:
+                # What a tokenizer is refused for; the last two lines are OmegaConf's.
+                raise UnsupportedError(told.rpartition("\n    full_key: ")[0]) from error
             key = str(error.full_key).partition(".")[2]
             parser.error(f"{key}: {str(error).splitlines()[0]}. Correct the ${{...}} in its value.")
 

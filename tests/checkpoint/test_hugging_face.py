@@ -6,11 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
+from torch.utils.data import DataLoader
 
+from lightning_megatron import CausalLM, GPTConfig
 from lightning_megatron.checkpoint.hugging_face import export_model, import_model
 from lightning_megatron.cli.main import main
-from lightning_megatron.errors import CheckpointMismatchError
-from tests.fits import Job, run_job
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.swap.families import exported_form
+from tests.fits import Job, run_job, trainer_of
+from tests.oracles import float32_as_float64
 from tests.swap.families import twin_of
 
 
@@ -53,3 +59,53 @@ def test_invalid_paths_options_and_checkpoints_are_refused(tmp_path, capsys):
     with pytest.raises(CheckpointMismatchError, match=r"a list of names.*they are \[3\]"):
         import_model(folder, out)
     assert not Path(out).exists()
+
+
+_SIZES = {"vocab_size": 53, "max_seq_length": 16, "num_layers": 2, "hidden_size": 24}
+_SIZES |= {"num_heads": 4}
+_LLAMA = {"num_kv_heads": 2, "rotary_base": 1e3}
+GPTS = {
+    "gpt2": GPTConfig.gpt2(**_SIZES, activation="relu", hidden_dropout=0.1),
+    "gpt2 with a head": GPTConfig.gpt2(**_SIZES, tie_embeddings=False, ffn_hidden_size=40),
+    "llama": GPTConfig.llama(**_SIZES, **_LLAMA, head_dim=8),
+    "llama with biases": GPTConfig.llama(**_SIZES, qkv_bias=True, output_bias=True, mlp_bias=True),
+    "qwen2": GPTConfig.llama(**_SIZES, **_LLAMA, qkv_bias=True, tie_embeddings=True),
+    "qwen3": GPTConfig.llama(**_SIZES, **_LLAMA, qk_norm=True),
+    "gptneox": GPTConfig.gpt2(**_SIZES, position="rotary", rotary_dim=4, tie_embeddings=False),
+    "olmo2": GPTConfig.llama(**_SIZES, norm_position="output", qk_norm=True, qk_norm_over="layer"),
+    "qwen2 with windows": GPTConfig.llama(
+        **_SIZES, **_LLAMA, qkv_bias=True, sliding_window=5, window_layers=(False, True)
+    ),
+    "mistral": GPTConfig.llama(**_SIZES, **_LLAMA, sliding_window=5, padding_id=3),
+}
+
+
+@pytest.mark.parametrize("case", GPTS)
+def test_a_gpt_of_this_package_becomes_a_folder_for_transformers(case, tmp_path):
+    torch.manual_seed(3)
+    module = CausalLM(GPTS[case]).double()
+    trainer = trainer_of(Job(strategy={}, steps=1))
+    tokens = torch.randint(53, (2, 12))
+    data = DataLoader([{"tokens": row, "labels": row} for row in tokens], batch_size=2)
+    trainer.fit(module, data)
+    trainer.save_checkpoint(tmp_path / "own.ckpt")
+    export_model(tmp_path / "own.ckpt", tmp_path / "folder")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
+    assert type(model).__name__.lower().startswith(case.split()[0])
+    assert model.dtype == torch.float64
+    assert module.model is not None
+    expected = module.model.eval()(tokens)
+    # Hugging Face computes rotary angles in float32 when it builds a model.
+    with torch.no_grad(), float32_as_float64():
+        torch.testing.assert_close(model(tokens).logits, expected, rtol=0, atol=1e-8)
+
+
+def test_a_gpt_that_no_class_computes_is_refused_with_its_fields():
+    for changed, reason in (
+        ({"norm_position": "post"}, "GPT2LMHeadModel, differs in norm_position"),
+        ({"norm": "rmsnorm", "activation": "swiglu"}, "LlamaForCausalLM, differs in position"),
+        ({"logit_scale": 0.5, "init_std": 0.1}, "GPT2LMHeadModel, differs in logit_scale"),
+    ):
+        config = GPTConfig.gpt2(**_SIZES, **changed)
+        with pytest.raises(UnsupportedError, match=f"only if a class .*{reason}"):
+            exported_form(config)

@@ -76,6 +76,47 @@ def test_three_commands_lead_from_conversations_to_answers(trained: Path, printe
     ]
 
 
+def test_files_of_conversations_are_answered(
+    trained: Path, tmp_path: Path, printed: Any, refused: Any
+) -> None:
+    talk = [turn("system", "Hi"), turn("user", "Who spoke?"), turn("assistant", "Lincoln.")]
+    rows = [
+        {"messages": [*talk, turn("user", "When?")]},
+        {"prompt": [turn("user", "When?")]},
+        {"prompt": "When?"},
+    ]
+    file = write_lines(tmp_path / "rows.jsonl", rows)
+    command = f"generate {trained}/exported --chat --json {CPU} --prompts"
+    lines = [json.loads(line) for line in printed(f"{command} {file}").splitlines()]
+    assert [line["prompt"] for line in lines] == ["When?"] * 3
+    assert [line["text"] for line in lines[1:]] == [ANSWERS["When?"]] * 2
+    chat = ChatTokenizer(str(trained / "exported"))
+    given = torch.tensor([chat.prompt_tokens(rows[0]["messages"], "it")])
+    model = AutoModelForCausalLM.from_pretrained(trained / "exported")
+    expected = model.generate(given, max_new_tokens=20, do_sample=False)[0, given.shape[1] :]
+    assert lines[0]["tokens"][:20] == expected.tolist()
+    answered = write_lines(tmp_path / "answered.jsonl", [{"messages": talk}])
+    for options, message in {
+        f"{command} {answered}": f"the last message of {answered}:1 is an answer.",
+        f"{command} {file} --system Hi": f"{file}:1 has one, and --system is another.",
+        f"{command} {file}".replace("--chat ", ""): f"{file}:1 has messages, and --chat is not",
+    }.items():
+        assert message in refused(options)
+
+
+def test_a_checkpoint_answers_without_the_folder_that_it_was_trained_from(
+    trained: Path, printed: Any
+) -> None:
+    (trained / "model").rename(trained / "away")
+    try:
+        answer = printed(
+            "", *f"generate {trained}/trained.ckpt --chat {CPU} --prompt When?".split()
+        )
+    finally:
+        (trained / "away").rename(trained / "model")
+    assert answer == f"{ANSWERS['When?']}\n"
+
+
 def test_an_export_chats_in_transformers_as_it_was_trained(trained: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(trained / "exported")
     assert tokenizer.chat_template == TEMPLATE
@@ -110,6 +151,7 @@ def test_checkpoints_hold_the_tokenizer_of_their_model_and_its_template(
         assert saved["chat_template.jinja"].decode() == expected
         assert json.loads(saved["tokenizer_config.json"]) == {**config, "chat_template": expected}
     printed(f"convert {trained}/exported {tmp_path}/again.ckpt")
+    del files["config.json"]
     assert saved_tokenizer(str(tmp_path / "again.ckpt")) == files
 
 

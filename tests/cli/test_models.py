@@ -125,7 +125,7 @@ def test_unsupported_models_and_options_of_an_evaluation_are_refused(
     bad.write_text('{"text": "one two"}\n{"text": "one"}\n')
     passages = f"evaluate lambada {folder} {bad}"
     for command, message in {
-        evaluation_of(own[0], folder): "names no tokenizer",
+        evaluation_of(own[0], folder): "has no tokenizer",
         evaluation_of(own[0], folder, "--tokenizer gpt2"): "as many tokens as the model (257)",
         evaluation_of(other, folder): "must be that of a CausalLM or a HuggingFaceCausalLM",
         f"{passages} --stride 3": "--stride",

@@ -135,6 +135,26 @@ def test_damaged_tokenizer_files_are_refused_by_name(tmp_path):
     check_refusals(vocab_size_of, cases, CorruptDataError)
 
 
+@pytest.mark.parametrize("spec", ["bytes", "gpt2", "speeches-wordpiece", "words"])
+def test_the_files_of_a_tokenizer_make_the_same_tokens_in_transformers(spec, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    if spec == "gpt2":
+        need(GPT2_BPE)
+    words = write_words(tmp_path / "words.json", ["[UNK]", "we", "the", "</s>"])
+    tokenizer = load_tokenizer(words if spec == "words" else spec)
+    for name, content in tokenizer.files().items():
+        (tmp_path / name).write_bytes(content)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    again = load_tokenizer(tmp_path)
+    for text in ("we the people", "Ünïcode, two  spaces, \n\n and 世界 \t end. "):
+        tokens = tokenizer.encode(text)
+        assert theirs(text, add_special_tokens=False)["input_ids"] == tokens
+        assert again.encode(text) == tokens
+        assert again.decode(tokens) == tokenizer.decode(tokens)
+    assert theirs.eos_token_id == again.eod == tokenizer.eod
+    assert again.vocab_size == tokenizer.vocab_size
+
+
 def test_a_package_that_is_not_installed_is_named_with_its_extra():
     for package in ("not-installed", "numpy"):
         with pytest.raises(

@@ -104,22 +104,22 @@ EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transforme
 # a change that needs more deletes as much elsewhere, or says in its message why it cannot.
 BUDGETS: dict[str, int] = {
     "beside rooms": 720,
-    "checkpoint": 2830,
-    "cli": 3200,
-    "data": 3810,
+    "checkpoint": 2840,
+    "cli": 3240,
+    "data": 3850,
     "experts": 3190,
     "generation": 930,
     "graphs": 2540,
     "groups": 2260,
     "kernels": 4750,
     "layers": 7760,
-    "models": 4320,
+    "models": 4340,
     "optimizer": 3120,
     "pipeline": 780,
     "plan": 5000,
-    "strategy": 11830,
-    "swap": 8770,
-    "tasks": 4510,
+    "strategy": 11860,
+    "swap": 8840,
+    "tasks": 4520,
 }
 MIN_FILE_LINES = 70
 MAX_FILE_LINES = 700

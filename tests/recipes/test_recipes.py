@@ -103,8 +103,8 @@ def test_values_of_a_recipe_fit_each_other(name, capsys, monkeypatch):
 
 
 TINY = """
---model.config.vocab_size=257 --model.config.num_layers=1 --model.config.hidden_size=16
---model.config.num_heads=2 --model.config.max_seq_length=16 --data.tokenizer=bytes
+--model.config.num_layers=1 --model.config.hidden_size=16 --model.config.num_heads=2
+--data.seq_length=16 --data.tokenizer=bytes
 --data.global_batch_size=4 --data.num_workers=0 --trainer.accelerator=cpu --trainer.devices=1
 --trainer.precision=32-true --trainer.max_steps=3
 """
@@ -118,5 +118,6 @@ def test_text_of_your_own_trains_by_one_command(tmp_path, monkeypatch):
     place = [f"--data.train={tmp_path / 'text'}", f"--trainer.default_root_dir={tmp_path}"]
     cli = MegatronCLI(args=["fit", "--config=recipe:pretrain_text", *TINY.split(), *place])
     assert cli.trainer.global_step == 3
+    assert cli.model.vocab_size == 257
     saved = tmp_path / "pretrain_text/version_0/checkpoints"
     assert [path.name for path in saved.iterdir()] == ["last.ckpt"]

@@ -19,6 +19,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.models.causal_lm import CausalLM
 from lightning_megatron.models.stage import PipelinedModule, pipelined_modules
 from lightning_megatron.nest import leaves
 from lightning_megatron.plan.layout import ParallelLayout
@@ -152,6 +153,18 @@ def check_data(module: LightningModule, arguments: Mapping[str, Any]) -> None:
     homes = {hook.__module__ for hook in (module.prepare_data, data.prepare_data, data.setup)}
     if {home.partition(".")[0] for home in homes} <= {"lightning", "lightning_megatron"}:
         check(arguments["trainer"].state.fn)
+        _check_vocabulary(module, data)
+
+
+def _check_vocabulary(module: LightningModule, data: LightningDataModule) -> None:
+    known = getattr(data, "vocab_size_before_launch", None)
+    if isinstance(module, CausalLM) and known is not None and known > module.vocab_size:
+        raise UnsupportedError(
+            f"the data has more kinds of tokens than the model: its tokenizer makes {known}, and "
+            f"vocab_size is {module.vocab_size}. Later tokens would have no embedding.\n"
+            f"Set vocab_size to {known} or more (--model.config.vocab_size {known}), or use "
+            "another tokenizer."
+        )
 
 
 def check_train_loaders(trainer: Trainer, options: StrategyOptions, layout: ParallelLayout) -> None:

@@ -47,6 +47,9 @@ _NOISE = {
     "lightning.pytorch.utilities.rank_zero": ("💡 Tip", "TPU available: False"),
     "lightning.pytorch.trainer.connectors.checkpoint_connector": ("`weights_only` was not set",),
 }
+#: Beginnings of warnings on which no user can act, because nothing is wrong: a resumed run has a
+#: folder of its own.
+_WARNINGS = (r"The dirpath has changed from",)
 
 
 @contextmanager
@@ -61,6 +64,8 @@ def without_noise(num_data_ranks: int = 1) -> Iterator[None]:
         warnings.filterwarnings(
             "ignore", category=FutureWarning, module=r"lightning\.pytorch\.utilities\._pytree"
         )
+        for beginning in _WARNINGS:
+            warnings.filterwarnings("ignore", beginning, UserWarning)
         if num_data_ranks == 1:
             warnings.filterwarnings(
                 "ignore", r"It is recommended to use `self\.log", PossibleUserWarning

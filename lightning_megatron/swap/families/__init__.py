@@ -1,6 +1,7 @@
 """Families of Hugging Face models: how their settings and tensors map to a GPT or Encoder."""
 
 from lightning_megatron.swap.families.bert import EncoderNames as EncoderNames
+from lightning_megatron.swap.families.exported import exported_form as exported_form
 from lightning_megatron.swap.families.family import DecoderNames as DecoderNames
 from lightning_megatron.swap.families.family import Family as Family
 from lightning_megatron.swap.families.family import ModelConfig as ModelConfig

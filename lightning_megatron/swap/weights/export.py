@@ -79,6 +79,7 @@ def export_folder(
     folder: str | os.PathLike[str],
     max_file_bytes: int = MAX_FILE_BYTES,
     dtype: torch.dtype | None = None,
+    table: tuple[TensorMap, ...] | None = None,
 ) -> None:
     """Write a model's configuration and weights as a folder for ``from_pretrained``.
 
@@ -90,9 +91,10 @@ def export_folder(
             order.
         dtype: Dtype of the floating-point weights, except those with a fixed dtype; None keeps the
             dtypes of ``full_tensors``.
+        table: Table with the names of ``full_tensors`` as targets; None takes that of the class.
     """
     config = family.config(hf_config)
-    table = family.class_tensors(config)
+    table = family.class_tensors(config) if table is None else table
     sources = [(source.name, tensor.dtype) for tensor in table for source in tensor.sources]
     parts = _parts_of_files(full_tensors, family, config, table)
     packed = pack_for_files(parts, dict(sources), family.packed)

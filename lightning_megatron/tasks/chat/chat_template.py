@@ -93,13 +93,16 @@ class ChatTokenizer:
         ends = [int(token) for token in tokens[is_answer] if token in added]
         return tuple(token for token in ends[-1:] if added[token].special)
 
-    def prompt_tokens(self, messages: Sequence[Message], place: str) -> list[int]:
+    def prompt_tokens(
+        self, messages: Sequence[Message], place: str, tools: list[Any] | None = None
+    ) -> list[int]:
         """Return the tokens of messages, and of what the template writes before an answer to them.
 
         Args:
             place: Name of the conversation in errors.
+            tools: Descriptions of tools, which the template writes; None for none.
         """
-        conversation = Conversation(tuple(messages), len(messages), None, place)
+        conversation = Conversation(tuple(messages), len(messages), tools, place)
         tokens: list[int] = self._render(messages, conversation, header=True)["input_ids"]
         return tokens
 
