@@ -76,6 +76,7 @@ from lightning_megatron.strategy.options.records import (
 )
 from lightning_megatron.strategy.options.sizes import check_hosts, check_sizes
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions, documents_options
+from lightning_megatron.strategy.out_of_memory import BEFORE_RUN, explain_out_of_memory
 from lightning_megatron.strategy.private.callback_patches import (
     averaging_callbacks,
     count_replicas_once,
@@ -307,6 +308,12 @@ class MegatronStrategy(RankStrategy):
         if self.num_nodes == 1 and environment and not environment.creates_processes_externally:
             check_data(self.user_module, arguments)
         replace_last_checkpoint_search(arguments["trainer"], self._find_last_checkpoint)
+
+    @override
+    def explain_out_of_memory(self, error: BaseException) -> str:
+        if self._run is None:
+            return BEFORE_RUN
+        return explain_out_of_memory(self._run, self.optimizers, error)
 
     def _find_last_checkpoint(self) -> str | None:
         self._checkpoints.wait()

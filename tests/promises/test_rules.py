@@ -117,7 +117,7 @@ BUDGETS: dict[str, int] = {
     "optimizer": 3120,
     "pipeline": 780,
     "plan": 5000,
-    "strategy": 11860,
+    "strategy": 12090,
     "swap": 8840,
     "tasks": 4520,
 }

@@ -34,6 +34,58 @@ def test_a_failing_rank_ends_the_job_with_its_traceback_first(kind: str, tmp_pat
     assert all(begin > position for begin in later)
 
 
+HELD = """\
+[rank 1] failed; the other ranks will be stopped.
+OutOfMemoryError: no room beside 25165824 bytes
+
+MiB of rank 1 (stage 1, cpu)  estimate   held
+parameters                        0.29   0.29
+gradients                         0.29   0.29
+main parameters                   0.00   0.00
+optimizer                         0.58   0.58
+activations and all else          0.48  38.84
+together                          1.63  40.00
+reserved, but unused                    15.00
+outside of torch's allocator             8.00
+capacity                                64.00
+
+largest tensors (MiB)
+     24.00  kept_by_the_user of training_step, line {line}: float64 3 x 1048576
+      0.29  parameters of model.layers.2.attention_norm.weight and 26 others: float64 38272
+      0.29  gradients of model.layers.2.attention_norm.weight and 26 others: float64 38272
+      0.09  exp_avg_sq of model.head.weight: float64 384 x 32
+      0.09  exp_avg of model.head.weight: float64 384 x 32
+
+38.37 MiB are more than the estimate: look for tensors that your code or a callback keeps from step to step.
+
+what would help (MiB of the fullest stage, now 1.73)  estimate  saves
+microbatch_size=1                                         1.45   0.28
+recompute='full_except_core'                              1.41   0.32
+recompute='full'                                          1.39   0.34
+tp=2 on 4 ranks                                           0.95   0.78
+pp=4 on 4 ranks                                           1.34   0.39
+cp=2 on 4 ranks                                           1.16   0.57
+
+PYTORCH_ALLOC_CONF=expandable_segments:True lets the allocator use what it has reserved in pieces.
+
+docs/out_of_memory.md has what each option costs.
+
+Traceback (most recent call last):
+"""
+
+
+def test_a_rank_whose_memory_is_full_reports_what_it_held_and_what_would_help_once() -> None:
+    result = run_script("memory")
+    assert result.returncode == 1
+    line = re.search(
+        r'user_script.py", line (\d+), in training_step\n    raise torch', result.stderr
+    )
+    assert line is not None, result.stderr
+    # The tensor's line is that of the error, at which the frame stands.
+    assert HELD.format(line=line[1]) in result.stderr
+    assert result.stderr.count("what would help") == 1
+
+
 RECIPE = """
 trainer: {accelerator: cpu, devices: 2, logger: false, enable_checkpointing: false, max_steps: 1,
   strategy: {class_path: lightning_megatron.MegatronStrategy, init_args: {tp: 2}}}

@@ -5,7 +5,7 @@ runs as in a source tree that was never installed: the distribution's metadata c
 
 Other kinds fail at the third batch of rank 1: they ``raise``; or ``hang``, where the other ranks wait
 and no closed connection wakes them up (``hang nowhere`` only waits); or name a hook that raises; or
-a way to end of ``ENDS``.
+a way to end of ``ENDS``; or the ``memory`` of a device with numbers of this script is full.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import GPTConfig, MegatronStrategy
 from lightning_megatron.optimizer.loss_scale import DynamicLossScale
+from lightning_megatron.strategy import out_of_memory
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from tests.fits import GPT2, SIZES, Job, Language, Tokens, trainer_of
 
@@ -82,6 +83,9 @@ class Fails(Language):
                 ENDS[self.kind]()
             if torch.distributed.get_rank() == 1 and self.kind in ("raise", "hang"):
                 raise ArithmeticError("the third batch is bad")
+            if torch.distributed.get_rank() == 1 and self.kind == "memory":
+                kept_by_the_user = torch.zeros(3, 2**20, dtype=torch.float64)
+                raise torch.OutOfMemoryError(f"no room beside {kept_by_the_user.nbytes} bytes")
             if self.kind.startswith("hang"):
                 # Like a rank that waits in NCCL, this rank is not woken up by anything.
                 print("waits forever", file=sys.stderr, flush=True)
@@ -95,6 +99,9 @@ def fail(kind: str) -> None:
     torch.set_num_threads(1)
     # A shell starts programs in the background with this signal ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    full = out_of_memory.DeviceMemory(40 * 2**20, 55 * 2**20, 2**20, 64 * 2**20)
+    if kind == "memory":
+        out_of_memory.device_memory = lambda device: full
     trainer = trainer_of(Job(strategy={"pp": 2}, steps=4), 2)
     trainer.fit(Fails(kind), DataLoader(Tokens(32), batch_size=8))
 

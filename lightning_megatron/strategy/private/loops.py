@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from traceback import walk_tb
 from typing import Any, TypeVar
 
 import torch
@@ -126,6 +127,15 @@ def searches_learning_rate(trainer: Trainer) -> bool:
 def total_batch_index(trainer: Trainer) -> int:
     """Return the number of training batches before this one, over all epochs (batches)."""
     return int(trainer.fit_loop.epoch_loop.total_batch_idx)
+
+
+def batch_of(error: BaseException, trainer: Trainer) -> Any:
+    """Return the training batch in whose step an error was raised; None outside of such steps."""
+    code = type(trainer.fit_loop.epoch_loop).advance.__code__
+    for frame, _ in walk_tb(error.__traceback__):
+        if frame.f_code is code:
+            return frame.f_locals.get("batch")
+    return None
 
 
 def call_after_backward_hooks(trainer: Trainer) -> None:

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from lightning_megatron.errors import REFUSALS, TRACEBACK
 from lightning_megatron.groups.notices import Notices
 from lightning_megatron.once import say_once, started_rank
@@ -372,14 +374,21 @@ def _early_end(error: BaseException) -> str:
 
 
 def _text_of(error: BaseException) -> str:
-    """Return the report of a failed rank: of a refusal the message first, in a command it alone."""
+    """Return the report of a failed rank.
+
+    The message of a refusal, and of a device whose memory is full, stands before the traceback; in
+    a command a refusal is its message alone.
+    """
     failed = "failed; the other ranks will be stopped.\n"
-    if not isinstance(error, REFUSALS):
+    if not isinstance(error, (*REFUSALS, torch.OutOfMemoryError)):
         return failed + "".join(traceback.format_exception(error))
-    if os.environ.get(TRACEBACK) == "0":
+    if os.environ.get(TRACEBACK) == "0" and isinstance(error, REFUSALS):
         return str(error)
     trace = "".join(traceback.format_tb(error.__traceback__))
-    return f"{failed}{type(error).__name__}: {error}\n\nTraceback (most recent call last):\n{trace}"
+    message = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    return (
+        f"{failed}{type(error).__name__}: {message}\n\nTraceback (most recent call last):\n{trace}"
+    )
 
 
 def _daemon_timer(seconds: float, function: Callable[[], Any]) -> threading.Timer:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from typing_extensions import override
 
@@ -35,6 +36,7 @@ class MegatronLauncher(SubprocessScriptLauncher):
         check: Function that raises an error for runs that are not supported. It receives the
             arguments of ``fit``, ``validate``, ``test`` or ``predict``, and ``trainer``, by name.
         num_data_ranks: Number of data-parallel ranks (ranks).
+        explain: Function that returns what to add to the error of a device whose memory is full.
     """
 
     def __init__(
@@ -46,12 +48,14 @@ class MegatronLauncher(SubprocessScriptLauncher):
         port: ReservedPort,
         check: Callable[[Mapping[str, Any]], None],
         num_data_ranks: int,
+        explain: Callable[[BaseException], str],
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._watch = watch
         self._port = port
         self._check = check
         self._num_data_ranks = num_data_ranks
+        self._explain = explain
         self._children: ChildProcesses | None = None
 
     @override
@@ -84,7 +88,11 @@ class MegatronLauncher(SubprocessScriptLauncher):
         is_alone = self.num_processes * self.num_nodes == 1
         guard = nullcontext() if is_alone else self._watch.guard()
         with without_noise(self._num_data_ranks), guard:
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except torch.OutOfMemoryError as error:
+                error.add_note(f"\n{self._explain(error)}")
+                raise
 
     @override
     def kill(self, signum: Any) -> None:

@@ -231,7 +231,12 @@ class RankStrategy(ParallelStrategy, ABC):
             self._port,
             self.check_run,
             self.layout.dp,
+            self.explain_out_of_memory,
         )
+
+    @abstractmethod
+    def explain_out_of_memory(self, error: BaseException) -> str:
+        """Return what this rank held when its memory was full, and what would help."""
 
     @abstractmethod
     def check_run(self, arguments: Mapping[str, Any]) -> None:
