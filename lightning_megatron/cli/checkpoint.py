@@ -27,13 +27,9 @@ from lightning_megatron.checkpoint.consolidate import (
 from lightning_megatron.checkpoint.values import read_single_file, verify_single_file
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
 DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
+
+_NO_OPTIMIZER = "no optimizer: saved with weights only"
 
 EXAMPLES = """examples:
   lightning-megatron checkpoint show runs/last.ckpt
@@ -50,8 +46,8 @@ def show(path: str, all: bool = False, unsafe: bool = False) -> None:
         all: List the tensors of the optimizers one by one as well.
         unsafe: Unpickle objects of any type, which runs code that the file names.
     """
-    is_file = Path(path).is_file()
-    print("\n".join(_describe_file(path, unsafe) if is_file else _describe(path, all, unsafe)))
+    lines = _describe_file(path, unsafe) if Path(path).is_file() else _describe(path, all, unsafe)
+    print("\n".join(lines))
 
 
 def verify(path: str) -> None:
@@ -61,14 +57,11 @@ def verify(path: str) -> None:
         path: A checkpoint.
     """
     if Path(path).is_file():
-        num_files = 1
-        size = verify_single_file(path)
+        sizes = [verify_single_file(path)]
     else:
         verify_checkpoint(path)
-        files = read_header(path).files
-        num_files = len(files)
-        size = sum(record.size for record in files.values())
-    print(f"{path}: {_plural(num_files, 'file')}, {_size(size)}, as written")
+        sizes = [record.size for record in read_header(path).files.values()]
+    print(f"{path}: {_plural(len(sizes), 'file')}, {_size(sum(sizes))}, as written")
 
 
 def write_one_file(
@@ -91,8 +84,7 @@ def write_one_file(
     """
     _check_sharded(path)
     _check_new(output, overwrite)
-    chosen = None if dtype is None else DTYPES[dtype]
-    written = consolidate(path, output, weights_only, chosen, unsafe)
+    written = consolidate(path, output, weights_only, dtype_of(dtype), unsafe)
     print(_summary(output, written, weights_only))
 
 
@@ -126,12 +118,16 @@ def reshard(
         )
     if "://" not in output:
         _check_new(Path(output), overwrite)
-    chosen = None if dtype is None else DTYPES[dtype]
-    written = rewrite(path, output, files, weights_only, chosen, unsafe)
+    written = rewrite(path, output, files, weights_only, dtype_of(dtype), unsafe)
     print(_summary(output, written, weights_only))
 
 
 COMMAND = {"show": show, "verify": verify, "consolidate": write_one_file, "reshard": reshard}
+
+
+def dtype_of(name: DtypeName | None) -> torch.dtype | None:
+    """Return the dtype of a name; None for none."""
+    return None if name is None else getattr(torch, name)
 
 
 def _describe(path: str, all: bool, unsafe: bool) -> list[str]:
@@ -140,47 +136,38 @@ def _describe(path: str, all: bool, unsafe: bool) -> list[str]:
     layout = header.layout
     sizes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("tp", "cp", "dp", "pp"))
     saved_at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(header.saved_at))
-    lines = [
-        f"{path}",
-        (
-            f"step {header.global_step:,}, epoch {header.epoch}, saved {saved_at} with torch "
-            f"{header.torch}"
-        ),
-        f"saved by {_plural(layout.world_size, 'rank')} = {sizes}"
-        + (f", vpp {layout.vpp}" if layout.vpp > 1 else ""),
-    ]
-    weights = {
-        name.removeprefix(MODEL): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(MODEL)
-    }
-    states = {name: tensor for name, tensor in tensors.items() if not name.startswith(MODEL)}
+    chunks = f", vpp {layout.vpp}" if layout.vpp > 1 else ""
     files = [(name, _size(record.size), record.checksum) for name, record in header.files.items()]
     return [
-        *lines,
-        *_listed(weights),
-        *_describe_optimizers(path, states, all, unsafe),
+        path,
+        f"step {header.global_step:,}, epoch {header.epoch}, saved {saved_at} with torch "
+        f"{header.torch}",
+        f"saved by {_plural(layout.world_size, 'rank')} = {sizes}{chunks}",
+        *_listed(_below(MODEL, tensors)),
+        *_describe_optimizers(path, tensors, all, unsafe),
         *_table(("file", "size", "crc32"), files),
     ]
 
 
+def _below(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors whose names begin with a prefix, by the rest of their names."""
+    return {
+        name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)
+    }
+
+
 def _describe_optimizers(
-    path: str, states: Mapping[str, Any], all: bool, unsafe: bool
+    path: str, tensors: Mapping[str, Any], all: bool, unsafe: bool
 ) -> list[str]:
     try:
         optimizers = load_metadata(path, weights_only=not unsafe).get(OPTIMIZERS)
     except UnsupportedError as error:
         return ["", f"optimizers: not read. {error}"]
     if not optimizers:
-        return ["", "no optimizer: saved with weights only"]
+        return ["", _NO_OPTIMIZER]
     lines: list[str] = []
     for number, optimizer in enumerate(optimizers):
-        prefix = f"optimizer.{number}.state."
-        entries = {
-            name.removeprefix(prefix): tensor
-            for name, tensor in states.items()
-            if name.startswith(prefix)
-        }
+        entries = _below(f"optimizer.{number}.state.", tensors)
         groups = [
             (str(index), str(len(group["parameters"])), _hyperparameters(group["hyperparameters"]))
             for index, group in enumerate(optimizer["groups"])
@@ -199,22 +186,16 @@ def _describe_optimizers(
 
 def _describe_file(path: str, unsafe: bool) -> list[str]:
     content = read_single_file(path, weights_only=not unsafe)
-    tensors = {
-        name: value
-        for name, value in content["state_dict"].items()
-        if isinstance(value, torch.Tensor)
-    }
-    optimizers = content.get("optimizer_states", ())
+    values = content["state_dict"].items()
+    tensors = {name: value for name, value in values if isinstance(value, torch.Tensor)}
+    states = [_plural(len(one["state"]), "state") for one in content.get("optimizer_states", ())]
     return [
         f"{path}: a file of another strategy, {_size(Path(path).stat().st_size)}",
         f"step {content.get('global_step', 0):,}, epoch {content.get('epoch', 0)}, saved with "
         f"Lightning {content.get('pytorch-lightning_version', '?')}",
         *_listed(tensors),
         "",
-        f"{_plural(len(optimizers), 'optimizer')}: "
-        + ", ".join(_plural(len(o["state"]), "state") for o in optimizers)
-        if optimizers
-        else "no optimizer: saved with weights only",
+        f"{_plural(len(states), 'optimizer')}: {', '.join(states)}" if states else _NO_OPTIMIZER,
     ]
 
 
@@ -281,12 +262,9 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    size = float(num_bytes)
-    units = ["B", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1000
-        units = units[1:]
-    return f"{size:.0f} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
+    power = min(max(len(str(num_bytes)) - 1, 0) // 3, 4)
+    unit = ("B", "kB", "MB", "GB", "TB")[power]
+    return f"{num_bytes / 1000**power:.{min(power, 1)}f} {unit}"
 
 
 def _plural(number: int, what: str) -> str:

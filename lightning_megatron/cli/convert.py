@@ -19,7 +19,7 @@ from lightning_megatron.checkpoint.hugging_face import (
     import_model,
 )
 from lightning_megatron.checkpoint.load import saved_tokenizer
-from lightning_megatron.cli.checkpoint import DTYPES, DtypeName
+from lightning_megatron.cli.checkpoint import DtypeName, dtype_of
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -71,14 +71,13 @@ def convert(
             f"the result must not exist yet: {output}. Its files would be mixed with the new ones. "
             "Use another name."
         )
-    chosen = None if dtype is None else DTYPES[dtype]
     if is_sharded_checkpoint(source):
         checkpoint = source
         folder = output
         given = _tokenizer_files(tokenizer)
         if verify and not merge:
             _check_whole(find_model(source, name, unsafe))
-        export_model(source, output, name, chosen, max_file_bytes, unsafe, merge)
+        export_model(source, output, name, dtype_of(dtype), max_file_bytes, unsafe, merge)
         for file, content in (given or saved_tokenizer(source, not unsafe)).items():
             # The export has a configuration of its own, and an adapter has none.
             if file != CONFIG:
@@ -92,7 +91,7 @@ def convert(
             )
         checkpoint = output
         folder = local_folder(source)
-        import_model(folder, checkpoint, name or "model", chosen)
+        import_model(folder, checkpoint, name or "model", dtype_of(dtype))
         print(f"{output}: a checkpoint of {source}")
     if verify:
         _verify(find_model(checkpoint, name, unsafe), folder, output)
@@ -147,9 +146,8 @@ def compare(saved: SavedModel, folder: str) -> float:
         Largest absolute difference in float32, divided by the largest absolute output
     """
     library: Any = import_extra("transformers", "hf")
-    original = (
-        getattr(library, saved.family.architecture).from_pretrained(folder, dtype="float32").eval()
-    )
+    kind = getattr(library, saved.family.architecture)
+    original = kind.from_pretrained(folder, dtype="float32").eval()
     if saved.gpt is None:
         root = nn.ModuleDict({"model": deepcopy(original)})
         parallelize(root, ParallelMesh.single())
@@ -163,9 +161,8 @@ def compare(saved: SavedModel, folder: str) -> float:
             tensor[: full[key].shape[0]] = full[key]
     config = saved.gpt or saved.family.config(saved.config)
     count = min(_NUM_TOKENS, config.max_seq_length)
-    tokens = torch.randint(
-        0, config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0)
-    )
+    draws = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, config.vocab_size, (1, count), generator=draws)
     computed, expected = (_result(model(tokens)) for model in (converted, original))
     return float((computed - expected).abs().max() / expected.abs().max())
 

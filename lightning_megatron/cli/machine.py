@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
@@ -223,19 +223,12 @@ def read_packages() -> tuple[Package, ...]:
     except metadata.PackageNotFoundError:
         lines = ["torch", "lightning", "jsonargparse", 'transformers; extra == "hf"']
     packages = []
-    for requirement in map(Requirement, [*lines, "triton"]):
-        extra = re.search(r'extra == "(\w+)"', str(requirement.marker))
+    # The CUDA builds of torch bring Triton.
+    for one in map(Requirement, [*lines, 'triton; extra == "CUDA build of torch"']):
+        extra = re.search(r'extra == "(.+)"', str(one.marker))
         name = extra[1] if extra else ""
-        if requirement.name != "lightning-megatron" and name not in _DEVELOPMENT:
-            packages.append(
-                Package(
-                    requirement.name,
-                    _version(requirement.name),
-                    str(requirement.specifier),
-                    # The CUDA builds of torch bring it.
-                    "CUDA build of torch" if requirement.name == "triton" else name,
-                )
-            )
+        if one.name != "lightning-megatron" and name not in _DEVELOPMENT:
+            packages.append(Package(one.name, _version(one.name), str(one.specifier), name))
     return tuple(packages)
 
 
@@ -243,17 +236,16 @@ def read_cuda(environment: Mapping[str, str]) -> CudaSoftware:
     """Return torch's CUDA, the driver, NCCL, and why torch sees no GPU where the driver has one."""
     driver = re.search(r"\s(\d{3,}\.[\d.]+)\s", _text("/proc/driver/nvidia/version"))
     num_devices = len([*Path("/dev").glob("nvidia[0-9]*")])
-    error = ""
-    if num_devices and not torch.cuda.is_available():
-        error = _error_of_cuda(environment.get("CUDA_VISIBLE_DEVICES"))
-    software = CudaSoftware(
-        driver=driver[1] if driver else "", num_devices=num_devices, error=error
+    has_cuda = torch.version.cuda is not None
+    nccl = torch.cuda.nccl.version() if has_cuda else ()
+    return CudaSoftware(
+        torch.version.cuda or "",
+        driver[1] if driver else "",
+        ".".join(map(str, nccl)),
+        tuple(torch.cuda.get_arch_list()),
+        num_devices,
+        _error_of_cuda(environment.get("CUDA_VISIBLE_DEVICES"), num_devices),
     )
-    if torch.version.cuda is None:
-        return software
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    architectures = tuple(torch.cuda.get_arch_list())
-    return replace(software, version=torch.version.cuda, nccl=nccl, architectures=architectures)
 
 
 def read_gpus() -> tuple[Gpu, ...]:
@@ -267,17 +259,15 @@ def read_gpus() -> tuple[Gpu, ...]:
     names = [f"GPU-{str(one.uuid).removeprefix('GPU-')}" for one in properties]
     # torch and nvidia-smi may number the GPUs differently.
     rows = [list(states).index(name) for name in names if name in states]
+    knows_links = len(rows) == len(names) and len(links) == len(states)
     gpus = []
-    for index, one in enumerate(properties):
-        reaches = [
-            peer == index or torch.cuda.can_device_access_peer(index, peer) for peer in found
-        ]
-        own: list[str] = []
-        if len(rows) == len(names) and len(links) == len(states):
-            own = [links[rows[index]][row] for row in rows]
-        state = states.get(names[index], GpuState())
+    for own, one in enumerate(properties):
+        reaches = [peer == own or torch.cuda.can_device_access_peer(own, peer) for peer in found]
+        linked = [links[rows[own]][row] for row in rows if knows_links]
+        state = states.get(names[own], GpuState())
         capability = (one.major, one.minor)
-        gpus.append(Gpu(one.name, capability, one.total_memory, tuple(reaches), tuple(own), state))
+        memory = one.total_memory
+        gpus.append(Gpu(one.name, capability, memory, tuple(reaches), tuple(linked), state))
     return tuple(gpus)
 
 
@@ -351,7 +341,9 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _error_of_cuda(visible: str | None) -> str:
+def _error_of_cuda(visible: str | None, num_devices: int) -> str:
+    if not num_devices or torch.cuda.is_available():
+        return ""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
     if visible is not None:

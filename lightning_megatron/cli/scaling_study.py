@@ -33,8 +33,11 @@ from lightning_megatron.tasks.scaling import (
     write_files,
 )
 
-_WEAK = {"model": "model parallel", "model+data": "model and data parallel"}
-_COLOURS = ("#4477aa", "#228833")
+#: Studies of weak scaling: their words and colours in the picture.
+_WEAK = {
+    "model": ("model parallel", "#4477aa"),
+    "model+data": ("model and data parallel", "#228833"),
+}
 
 
 def draw_scaling(records: Sequence[Mapping[str, Any]], picture: Path) -> None:
@@ -44,22 +47,21 @@ def draw_scaling(records: Sequence[Mapping[str, Any]], picture: Path) -> None:
         records: Records of the rows; rows without a result are left out.
         picture: File to write; its extension selects the format.
     """
-    figure = import_extra("matplotlib.figure", "plot").Figure(
-        figsize=(9, 3.8), layout="constrained"
-    )
+    figures = import_extra("matplotlib.figure", "plot")
+    figure = figures.Figure(figsize=(9, 3.8), layout="constrained")
     weak, strong = figure.subplots(1, 2)
     done = [record for record in records if record["efficiency"] is not None]
     bars = [(name, record) for name in _WEAK for record in done if record["study"] == name]
     for place, (name, record) in enumerate(bars):
         height = 100 * record["efficiency"]
-        weak.bar(place, height, color=_COLOURS[list(_WEAK).index(name)])
+        weak.bar(place, height, color=_WEAK[name][1])
         weak.text(place, height, f"{height:.0f} %", ha="center", va="bottom")
     weak.set_xticks(range(len(bars)), [str(record["devices"]) for _, record in bars])
-    weak.set_xlabel("devices: " + ", then ".join(_WEAK.values()))
+    weak.set_xlabel("devices: " + ", then ".join(words for words, _ in _WEAK.values()))
     weak.set_ylabel("efficiency of weak scaling (%)")
     points = [record for record in done if record["study"] == "strong"]
     devices = [record["devices"] for record in points]
-    strong.plot(devices, [record["speedup"] for record in points], "o-", color=_COLOURS[0])
+    strong.plot(devices, [record["speedup"] for record in points], "o-", color="#4477aa")
     strong.plot(devices, devices, ":", color="#616e7c", label="linear")
     strong.set_xlabel("devices")
     strong.set_ylabel("speed-up of strong scaling")
@@ -144,7 +146,9 @@ def scaling_study(
             # A configuration that several studies share runs once.
             if case not in ran:
                 ran[case] = _run(case, options, settings, output / "logs")
-            rows.append(_row(study, case, ran[case]))
+            measured: Any = ran[case]
+            names = ("seconds_per_step", "peak_gib", "loss", "failure")
+            rows.append(ScalingRow(study, case, **{name: measured.get(name) for name in names}))
     _report(rows, ran, options, settings, output)
 
 
@@ -170,23 +174,13 @@ def _run(
     if case.devices > options.num_devices:
         return {"failure": f"needs {case.devices} devices: there are {options.num_devices}"}
     result = logs / f"{case.label}.json"
-    job = ScalingJob(
-        case,
-        str(result),
-        options.steps,
-        options.warmup,
-        options.used_precision,
-        {**strategy, "tp": case.tp, "recompute": options.recompute},
-    )
+    strategy = {**strategy, "tp": case.tp, "recompute": options.recompute}
+    precision = options.used_precision
+    job = ScalingJob(case, str(result), options.steps, options.warmup, precision, strategy)
     measured = measure_job(job.command, logs / f"{case.label}.txt", result, options.timeout)
     outcome = measured["failure"] or f"{measured['seconds_per_step']:.4g} s a step"
     print(f"{case.label}: {outcome}", file=sys.stderr, flush=True)
     return measured
-
-
-def _row(study: Study, case: ScalingCase, measured: dict[str, Any]) -> ScalingRow:
-    numbers = {name: measured.get(name) for name in ("seconds_per_step", "peak_gib", "loss")}
-    return ScalingRow(study, case, **numbers, failure=measured["failure"])
 
 
 def _report(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from math import lcm
+from math import inf, lcm
 from pathlib import Path
 
 from jsonargparse.typing import PositiveFloat, PositiveInt
@@ -81,7 +81,7 @@ def schedule(
             refusals[one] = str(error)
     title = f"pp {pp}, {_microbatches(microbatches)}"
     if name is None:
-        text = _describe_comparison(outcomes, refusals, memory, f"{title}; {source}")
+        text = _describe_comparison(outcomes, refusals, memory or inf, f"{title}; {source}")
     else:
         text = _describe_outcome(outcomes[0], stages, memory, source)
     print(text)
@@ -113,50 +113,39 @@ def _describe_outcome(
     for rank, (idle, waits, live, peak) in enumerate(figures):
         numbers = (rank, timeline.length - idle, idle, waits, live)
         rows.append([*map(str, numbers), f"{peak:.4g}"])
-    lines = [
-        f"schedule {schedule.name}: pp {schedule.num_stages}, "
-        f"{_microbatches(schedule.num_microbatches)}, {outcome.chunks}",
-        f"step {timeline.length} ticks, bubble {timeline.bubble:.1%}; {source}",
-        "",
-        align_columns(rows),
-        "",
-        "idle: ticks of the step without computation; waits: those between first and last action",
-        IN_FLIGHT,
-    ]
-    return "\n".join(lines)
+    return f"""\
+schedule {schedule.name}: pp {schedule.num_stages}, \
+{_microbatches(schedule.num_microbatches)}, {outcome.chunks}
+step {timeline.length} ticks, bubble {timeline.bubble:.1%}; {source}
+
+{align_columns(rows)}
+
+idle: ticks of the step without computation; waits: those between first and last action
+{IN_FLIGHT}"""
 
 
 def _describe_comparison(
-    outcomes: Sequence[ScheduleOutcome],
-    refusals: Mapping[str, str],
-    memory: float | None,
-    title: str,
+    outcomes: Sequence[ScheduleOutcome], refusals: Mapping[str, str], limit: float, title: str
 ) -> str:
     """Return a table with one row for each schedule, and the reasons why others cannot run."""
-    limit = float("inf") if memory is None else memory
     rows = [["schedule", "chunks", "step", "bubble", "waits", "in flight", "activations"]]
     for outcome in outcomes:
         timeline = outcome.timeline
         peak = max(outcome.peaks)
-        numbers = [
-            str(timeline.length),
-            f"{timeline.bubble:.1%}",
-            str(max(timeline.waits())),
-            str(max(outcome.live)),
-            f"{peak:.4g}{'' if is_within(peak, limit) else '*'}",
-        ]
-        rows.append([outcome.schedule.name, outcome.chunks, *numbers])
+        size = f"{peak:.4g}{'' if is_within(peak, limit) else '*'}"
+        most = [str(max(each)) for each in (timeline.waits(), outcome.live)]
+        bubble = f"{timeline.bubble:.1%}"
+        name = outcome.schedule.name
+        rows.append([name, outcome.chunks, str(timeline.length), bubble, *most, size])
     lines = [title, ""]
     lines += [align_columns(rows), ""] if outcomes else []
     if any(row[-1].endswith("*") for row in rows):
         lines.append(f"* more than the limit of {limit:g}")
     lines += ["waits, in flight, activations: of the rank with most", IN_FLIGHT]
-    if refusals:
-        lines += ["", "cannot run at these sizes:"]
+    lines += ["", "cannot run at these sizes:"] if refusals else []
+    wrapper = textwrap.TextWrapper(100, "  ", "    ")
     for name, reason in refusals.items():
-        lines += textwrap.wrap(
-            f"{name}: {reason}", 100, initial_indent="  ", subsequent_indent="    "
-        )
+        lines += wrapper.wrap(f"{name}: {reason}")
     return "\n".join(lines)
 
 

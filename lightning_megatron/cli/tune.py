@@ -24,40 +24,24 @@ _STRATEGY = "lightning_megatron.MegatronStrategy"
 _TIMER = "lightning_megatron.tasks.scaling.measured_job.StepTimer"
 
 
-@dataclass(frozen=True)
-class CandidateValues:
-    """Values of one option of the strategy, which are tried one after the other.
-
-    Args:
-        option: Name of the option of ``MegatronStrategy``, such as ``optimizer.bucket_size``.
-        values: Values to try, without the current one.
-    """
-
-    option: str
-    values: Sequence[Any]
-
-
-def candidates_of(strategy: Mapping[str, Any], on_gpu: bool) -> list[CandidateValues]:
+def candidates_of(strategy: Mapping[str, Any], on_gpu: bool) -> dict[str, list[Any]]:
     """Return the options that can change the speed of a job, in the order in which they are tried.
 
     Args:
         strategy: Options of the strategy of the job.
         on_gpu: Whether its ranks compute on GPUs.
+
+    Returns:
+        Values to try, without the current one, by the option's name, such as ``linear.overlap``.
     """
-    candidates: list[CandidateValues] = []
+    candidates: dict[str, list[Any]] = {}
     if strategy["tp"] > 1 and strategy["sequence_parallel"] is not False:
-        candidates.append(CandidateValues("linear.overlap", (True, False)))
+        current = (strategy["linear"] or {}).get("overlap")
+        candidates["linear.overlap"] = [one for one in (True, False) if one != current]
     if on_gpu:
-        candidates.append(CandidateValues("cuda_graphs", (None, "segments")))
-    return [_without_current(values, strategy) for values in candidates]
-
-
-def _without_current(candidates: CandidateValues, strategy: Mapping[str, Any]) -> CandidateValues:
-    current: Any = strategy
-    for name in candidates.option.split("."):
-        current = current.get(name)
-    values = [value for value in candidates.values if value != current]
-    return CandidateValues(candidates.option, values)
+        current = strategy["cuda_graphs"]
+        candidates["cuda_graphs"] = [one for one in (None, "segments") if one != current]
+    return candidates
 
 
 @dataclass(frozen=True)
@@ -116,13 +100,9 @@ class Tuning:
                 f"the recipe must run before it can be tuned: {best.failure}. Its output is in "
                 f"{self._path(0, '.txt')}."
             )
-        for candidates in candidates_of(strategy, on_gpu=best.peak_gib is not None):
-            best = self._best_of(candidates, best)
-        return best
-
-    def _best_of(self, candidates: CandidateValues, best: TunedRun) -> TunedRun:
-        for value in candidates.values:
-            trial = self._measure({**best.settings, candidates.option: value})
+        candidates = candidates_of(strategy, on_gpu=best.peak_gib is not None)
+        for option, value in [(one, value) for one in candidates for value in candidates[one]]:
+            trial = self._measure({**best.settings, option: value})
             assert best.seconds is not None, "the best run so far did not fail"
             if trial.seconds is not None and trial.seconds < best.seconds * (1 - self.gain):
                 best = trial
@@ -136,14 +116,11 @@ class Tuning:
         command += _options_to_measure(self.warmup + self.steps, timer)
         command += [f"--trainer.strategy.{name}={_text(value)}" for name, value in settings.items()]
         measured = measure_job(command, self._path(number, ".txt"), result, self.timeout)
-        trial = TunedRun(
-            settings,
-            measured.get("seconds_per_step"),
-            measured.get("peak_gib"),
-            measured["failure"],
-        )
+        seconds = measured.get("seconds_per_step")
+        trial = TunedRun(settings, seconds, measured.get("peak_gib"), measured["failure"])
         self.trials.append(trial)
-        print(_line(trial), file=sys.stderr, flush=True)
+        outcome = trial.failure or f"{(seconds or 0.0) * 1e3:.1f} ms a step"
+        print(f"{_shown(settings)}: {outcome}", file=sys.stderr, flush=True)
         return trial
 
     def _path(self, number: int, suffix: str) -> Path:
@@ -231,8 +208,8 @@ def advice_of(best: TunedRun) -> str:
         return "No setting is faster than the recipe's own."
     options: dict[str, Any] = {}
     for name, value in best.settings.items():
-        record, _, field_name = name.rpartition(".")
-        (options.setdefault(record, {}) if record else options)[field_name] = value
+        record, _, option = name.rpartition(".")
+        (options.setdefault(record, {}) if record else options)[option] = value
     content = {"trainer": {"strategy": {"init_args": options}}}
     return f"Set in the recipe:\n\n{yaml.safe_dump(content, sort_keys=False)}".rstrip()
 
@@ -240,15 +217,10 @@ def advice_of(best: TunedRun) -> str:
 def _options_to_measure(steps: int, timer: Mapping[str, Any]) -> list[str]:
     """Return options that train for some steps, with the timer as the only callback."""
     callbacks = [{"class_path": _TIMER, "init_args": dict(timer)}]
-    trainer_options = {
-        "max_steps": steps,
-        "limit_val_batches": 0,
-        "callbacks": callbacks,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    trainer_options: dict[str, Any] = {"max_steps": steps, "limit_val_batches": 0}
+    trainer_options |= {"callbacks": callbacks, "logger": False}
+    for name in ("checkpointing", "progress_bar", "model_summary"):
+        trainer_options[f"enable_{name}"] = False
     return [f"--trainer.{name}={_text(value)}" for name, value in trainer_options.items()]
 
 
@@ -257,11 +229,5 @@ def _text(value: Any) -> str:
 
 
 def _shown(settings: Mapping[str, Any]) -> str:
-    return (
-        ", ".join(f"`{name}={_text(value)}`" for name, value in settings.items()) or "the recipe's"
-    )
-
-
-def _line(trial: TunedRun) -> str:
-    result = trial.failure or f"{(trial.seconds or 0.0) * 1e3:.1f} ms a step"
-    return f"{_shown(trial.settings)}: {result}"
+    shown = [f"`{name}={_text(value)}`" for name, value in settings.items()]
+    return ", ".join(shown) or "the recipe's"

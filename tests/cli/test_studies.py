@@ -86,8 +86,7 @@ def test_options_are_tried_only_where_they_have_an_effect():
         (False, {"tp": 2}, {"linear.overlap": [True]}),
         (False, {"tp": 4, "sequence_parallel": False}, {}),
     ):
-        candidates = candidates_of(nested({**STRATEGY, **changes}), on_gpu)
-        assert {candidate.option: candidate.values for candidate in candidates} == tried
+        assert candidates_of(nested({**STRATEGY, **changes}), on_gpu) == tried
 
 
 def tuning(

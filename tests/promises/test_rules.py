@@ -105,7 +105,7 @@ EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transforme
 BUDGETS: dict[str, int] = {
     "beside rooms": 720,
     "checkpoint": 2840,
-    "cli": 3240,
+    "cli": 3160,
     "data": 3850,
     "experts": 3190,
     "generation": 930,
