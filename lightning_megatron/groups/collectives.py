@@ -133,7 +133,7 @@ class BoundaryGradients:
 
     Args:
         gives_parts: For each input, whether the gradient that backward returns is only this rank's
-            part of a sum; otherwise it is equal on all ranks.
+            part of a sum; otherwise it is equal on all ranks. Inputs without an entry get zeros.
         takes_parts: Whether the gradient that backward receives may be only this rank's part of a
             sum.
     """

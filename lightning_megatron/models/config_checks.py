@@ -121,7 +121,9 @@ def check_expert_axes(layout: ParallelLayout, experts: ExpertsConfig | None) -> 
         if value != neutral:
             raise ParallelPlanError(
                 f"{name} ({value}) needs a model with experts, because it divides experts among "
-                f"ranks. This model has no experts. Leave {name} out."
+                f"ranks. This model has no experts. Leave {name} out. If you wrote experts in an "
+                "nn.ModuleList, give the list the kind 'experts' in tensor_parallel_plan, which "
+                "tells what is missing."
             )
 
 

@@ -14,6 +14,8 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+#: Maximum number of values that a run guesses; a loop until a condition may never end.
+_MAX_GUESSES = 10_000
 #: Types whose values can be part of a cache key.
 _HASHABLE_TYPES = (
     bool,
@@ -84,7 +86,7 @@ class ShapeInference:
             }
             return functional_call(module, empty, args, kwargs)
 
-        spec = self.of_call((id(module), module.training), call, args, kwargs)
+        spec = self.of_call((id(module), module.training), call, args, kwargs, guesses=True)
         if any(
             isinstance(value, FakeTensor)
             for part in module.modules()
@@ -95,9 +97,19 @@ class ShapeInference:
         return spec
 
     def of_call(
-        self, name: Any, function: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        name: Any,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        guesses: bool = False,
     ) -> OutputSpec:
         """Return the specification of the outputs of a function, which ``name`` stands for.
+
+        Args:
+            guesses: Whether the function may read values on which its outputs' shapes do not
+                depend.
 
         Raises:
             RuntimeError: If a shape depends on values, or the function fails.
@@ -108,12 +120,33 @@ class ShapeInference:
         if key is not None and key in self._cache:
             return self._cache[key]
         self._mode = self._mode or FakeTensorMode(allow_non_fake_inputs=True)
-        draws = _Draws()
-        with torch.no_grad(), self._mode, draws:
+        watch = _Watch(guess=False if guesses else None)
+        spec = self._run(watch, function, leaves, structure)
+        if watch.num_guesses:
+            other = self._run(_Watch(guess=True), function, leaves, structure)
+            if _comparable(spec) != _comparable(other):
+                raise RuntimeError("code whose results have shapes that depend on values")
+        if key is not None:
+            self._cache[key] = spec
+        return spec
+
+    def _run(
+        self,
+        watch: _Watch,
+        function: Callable[..., Any],
+        leaves: Sequence[Any],
+        structure: pytree.TreeSpec,
+    ) -> OutputSpec:
+        assert self._mode is not None, "the caller creates it"
+        with torch.no_grad(), self._mode, watch:
             taken = [_without_values(leaf) for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(taken, structure)
-            outputs: tuple[list[Any], pytree.TreeSpec] = flatten(function(*args, **kwargs))
-        inputs, result = outputs
+            try:
+                inputs, result = flatten(function(*args, **kwargs))
+            except Exception as error:
+                if watch.num_guesses:
+                    raise RuntimeError(f"{error!r} for values that were guessed") from error
+                raise
         problem = _problem_of(inputs) or _problem_of_change(taken, structure, (args, kwargs))
         # Tensors are new here, so a version above 0 shows a write.
         written = [
@@ -121,10 +154,15 @@ class ShapeInference:
             for number, leaf in enumerate(taken)
             if isinstance(leaf, FakeTensor) and leaf._version
         ]
-        spec = OutputSpec(tuple(inputs), result, draws.has_drawn, problem, tuple(written))
-        if key is not None:
-            self._cache[key] = spec
-        return spec
+        return OutputSpec(tuple(inputs), result, watch.has_drawn, problem, tuple(written))
+
+
+def _comparable(spec: OutputSpec) -> tuple[object, ...]:
+    """Return what two runs with different guesses must agree on."""
+    leaves = [
+        (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in spec.leaves
+    ]
+    return leaves, spec.structure, spec.problem, spec.written
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
@@ -175,12 +213,19 @@ def _problem_of(leaves: Sequence[Any]) -> str:
     return ""
 
 
-class _Draws(TorchDispatchMode):
-    """Dispatch mode that records whether random numbers are drawn."""
+class _Watch(TorchDispatchMode):
+    """Dispatch mode that records whether random numbers are drawn, and guesses values.
 
-    def __init__(self) -> None:
+    Mixtures written by hand choose the rows of each expert by values: all rows or none, according
+    to the guess, and a number or a condition is 1 or 0. What both guesses agree on does not depend
+    on these values. With None as the guess, torch refuses to read values.
+    """
+
+    def __init__(self, *, guess: bool | None) -> None:
         super().__init__()
+        self.guess = guess
         self.has_drawn = False
+        self.num_guesses = 0
 
     def __torch_dispatch__(
         self,
@@ -190,7 +235,34 @@ class _Draws(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         self.has_drawn = self.has_drawn or torch.Tag.nondeterministic_seeded in func.tags
+        if self.guess is not None and args and isinstance(args[0], FakeTensor):
+            if func is torch.ops.aten._local_scalar_dense.default:
+                self._count()
+                if args[0].dtype == torch.bool:
+                    return self.guess
+                return float(self.guess) if args[0].is_floating_point() else int(self.guess)
+            if func is torch.ops.aten.nonzero.default:
+                return self._chosen(args[0])
+            if func is torch.ops.aten.index.Tensor:
+                numbers = [part for index in args[1] for part in self._numbers(index)]
+                return func(args[0], numbers)
         return func(*args, **(kwargs or {}))
+
+    def _count(self) -> None:
+        self.num_guesses += 1
+        if self.num_guesses > _MAX_GUESSES:
+            raise RuntimeError("code that reads values again and again")
+
+    def _chosen(self, mask: Tensor) -> Tensor:
+        self._count()
+        count = mask.numel() if self.guess else 0
+        return mask.new_empty((count, mask.dim()), dtype=torch.int64)
+
+    def _numbers(self, index: Tensor | None) -> Sequence[Tensor | None]:
+        """Return the indices that an index stands for, which may be a mask."""
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            return [index]
+        return self._chosen(index).unbind(-1)
 
 
 def _without_values(leaf: Any) -> Any:

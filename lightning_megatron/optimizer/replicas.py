@@ -337,7 +337,7 @@ class PartialGradientSearch:
 
     def _classify(self, name: str, parameter: Tensor, regions: set[Region]) -> None:
         spec = shard_spec_of(parameter)
-        is_whole = name in self._replicated
+        is_whole = name in self._replicated or (spec.is_expert and spec.is_whole)
         if "mixed" in regions or (is_whole and len(regions) > 1):
             raise ParallelPlanError(
                 "all values between a 'column' and a 'row' layer must come from 'column' layers: a "
@@ -382,7 +382,7 @@ def _leaves(root: Any, start: Region) -> dict[int, tuple[Tensor, set[Region]]]:
         regions = _regions_of_inputs(node, region, len(children))
         waiting += [
             (child, child_region)
-            for child, child_region in zip(children, regions, strict=True)
+            for child, child_region in zip(children, regions, strict=False)
             if child is not None
         ]
     return leaves

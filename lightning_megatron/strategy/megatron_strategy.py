@@ -348,7 +348,7 @@ class MegatronStrategy(RankStrategy):
         models = shard_module(self.user_module, self.mesh, self.options)
         if self.is_fitting:
             update_callbacks(trainer, self.user_module, self.layout, self.options)
-        layers = start_layers(models, self.mesh, self.options)
+        layers = start_layers(self.user_module, models, self.mesh, self.options)
         self._convert_module(has_models=bool(models))
         if self.is_fitting:
             show_choices(self.user_module, self.mesh, self.options, self.precision_plugin)

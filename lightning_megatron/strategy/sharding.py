@@ -51,7 +51,7 @@ def shard_module(
     stages = options.pipeline_plan
     chosen = {}
     if plan is None:
-        plan = chosen["tensor_parallel_plan"] = automatic_tensor_plan(module, mesh.tp.size)
+        plan = chosen["tensor_parallel_plan"] = automatic_tensor_plan(module, mesh)
     if stages is None:
         stages = chosen["pipeline_plan"] = automatic_pipeline_plan(module, mesh.layout)
     _show_plans(chosen)
@@ -154,10 +154,13 @@ def _set_products(
 
 
 def start_layers(
-    models: Sequence[LayeredModule], mesh: ParallelMesh, options: StrategyOptions
+    module: LightningModule,
+    models: Sequence[LayeredModule],
+    mesh: ParallelMesh,
+    options: StrategyOptions,
 ) -> LayerStates:
     """Set up the layers of this rank whose state steps accumulate."""
-    check_experts(models, mesh.layout, options.recompute)
+    check_experts(module, models, mesh, options.recompute)
     for model in models:
         check_places(model.config, options)
     return LayerStates(

@@ -110,6 +110,7 @@ def install(plan: SwapPlan, swaps: Sequence[Swap]) -> list[SwapRecord]:
     counts = whole_counts(plan.root) if plan.mesh.model.size > 1 else ()
     broadcast_values(plan.root, plan.built_here, plan.mesh)
     sizes = [num_elements(model.site.module) for model in plan.own_code]
+    full_sizes = [num_elements(swap.site.module) for swap in swaps]
     records = [
         _own_code_record(
             model,
@@ -120,18 +121,20 @@ def install(plan: SwapPlan, swaps: Sequence[Swap]) -> list[SwapRecord]:
         for model, size in zip(plan.own_code, sizes, strict=True)
         if model.reason
     ]
-    records += [_record(swap, swap.fill()) for swap in swaps]
+    notes = [swap.fill() for swap in swaps]
     targets: dict[int, nn.Module] = {}
     for swap in swaps:
-        if swap.install is not None:
-            swap.install()
-            continue
-        targets[id(swap.site.module)] = swap.target
-        setattr(swap.target, SWAPPED_AS, swap.kind)
+        if swap.install is None:
+            targets[id(swap.site.module)] = swap.target
+            setattr(swap.target, SWAPPED_AS, swap.kind)
     for site in plan.sites:
         # A module with several names is replaced at each of them.
         if site.closed_by is None and id(site.module) in targets:
             setattr(site.parent, site.key, targets[id(site.module)])
+    for swap in swaps:
+        if swap.install is not None:
+            swap.install()
+    records += map(_record, swaps, full_sizes, notes)
     for name in plan.partial:
         for parameter in plan.root.get_submodule(name).parameters():
             set_shard_spec(parameter, replicated_spec(parameter, plan.mesh.tp.rank, partial=True))
@@ -176,7 +179,7 @@ def _broadcast(tensor: Tensor, mesh: ParallelMesh) -> None:
         tensor.copy_(values)
 
 
-def _record(swap: Swap, note: str) -> SwapRecord:
+def _record(swap: Swap, size_before: int, note: str) -> SwapRecord:
     source = swap.site.module
     kind = type(swap.target)
     if swap.install is not None and isinstance(swap.target, GPT):
@@ -187,7 +190,7 @@ def _record(swap: Swap, note: str) -> SwapRecord:
         swap.kind,
         type(source).__name__,
         kind.__name__,
-        num_elements(source),
+        size_before,
         num_elements(swap.target),
         note,
     )

@@ -210,9 +210,9 @@ def test_automatic_plans_pair_the_layers_of_attention_and_of_mlps():
     expected = dict.fromkeys(full, "column_full")
     expected |= {f"blocks.*.{name}": kind for name, kind in fused.items()}
     expected |= {f"blocks.*.{name}": "row_split" for name in row}
-    assert automatic_tensor_plan(root, 2) == expected
+    assert automatic_tensor_plan(root, mesh_of(tp=2)) == expected
     assert not {"g.qkv", "g.out"} & {
-        name.removeprefix("blocks.*.") for name in automatic_tensor_plan(root, 4) or {}
+        name.removeprefix("blocks.*.") for name in automatic_tensor_plan(root, mesh_of(tp=4)) or {}
     }
 
 
@@ -221,20 +221,20 @@ def test_automatic_plans_shard_vocabularies_with_what_shares_their_weight():
     root["block"] = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
     root["head"] = nn.Linear(8, 50)
     pair = {"block.0": "column_full", "block.2": "row_split"}
-    assert automatic_tensor_plan(root, 2) == {**pair, "words": "vocab", "head": "vocab"}
+    assert automatic_tensor_plan(root, mesh_of(tp=2)) == {**pair, "words": "vocab", "head": "vocab"}
     root["words"].weight = root["head"].weight
-    assert automatic_tensor_plan(root, 2) == {**pair, "words": "vocab", "head": "vocab"}
+    assert automatic_tensor_plan(root, mesh_of(tp=2)) == {**pair, "words": "vocab", "head": "vocab"}
     root.register_parameter("also", root["head"].weight)
-    assert automatic_tensor_plan(root, 2) == pair
-    assert automatic_tensor_plan(root, 1) is None
+    assert automatic_tensor_plan(root, mesh_of(tp=2)) == pair
+    assert automatic_tensor_plan(root, mesh_of(tp=1)) is None
 
 
 def test_automatic_plans_leave_the_choice_where_nothing_or_too_much_is_known():
-    assert automatic_tensor_plan(linear(head=(8, 4), odd=(5, 3)), 2) is None
+    assert automatic_tensor_plan(linear(head=(8, 4), odd=(5, 3)), mesh_of(tp=2)) is None
     assert suggest_tensor_plan(linear(head=(8, 4), odd=(5, 3)), 2) == {"head": "column_gather"}
-    assert automatic_tensor_plan(nn.Sequential(AttentionOnly()), 2) is None
+    assert automatic_tensor_plan(nn.Sequential(AttentionOnly()), mesh_of(tp=2)) is None
     mixed = nn.Sequential(AttentionOnly(), linear(a=(8, 4), b=(4, 8)))
-    assert automatic_tensor_plan(mixed, 2) == {
+    assert automatic_tensor_plan(mixed, mesh_of(tp=2)) == {
         "*": "auto",
         "*.a": "column_full",
         "*.b": "row_split",
@@ -242,15 +242,15 @@ def test_automatic_plans_leave_the_choice_where_nothing_or_too_much_is_known():
     # A layer with two names would need one kind for both.
     shared = nn.Linear(8, 16)
     twice = nn.ModuleDict({"a": shared, "b": nn.Linear(16, 8), "c": nn.Sequential(shared)})
-    assert automatic_tensor_plan(twice, 2) is None
+    assert automatic_tensor_plan(twice, mesh_of(tp=2)) is None
     compiled = nn.Sequential(linear(a=(8, 16), b=(16, 8)))
     compiled[0].compile(backend="eager")
-    assert automatic_tensor_plan(compiled, 2) is None
+    assert automatic_tensor_plan(compiled, mesh_of(tp=2)) is None
     hooked = linear(a=(8, 16), b=(16, 8))
     hooked["a"].register_forward_hook(print)
-    assert automatic_tensor_plan(hooked, 2) is None
+    assert automatic_tensor_plan(hooked, mesh_of(tp=2)) is None
     sizes = [nn.ModuleList([linear(a=(8, n), b=(n, 8)) for n in (16, 15)])]
-    assert automatic_tensor_plan(nn.Sequential(*sizes), 2) == {
+    assert automatic_tensor_plan(nn.Sequential(*sizes), mesh_of(tp=2)) == {
         "0.0.a": "column_full",
         "0.0.b": "row_split",
     }

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.layer import MixtureOfExperts
@@ -21,11 +21,11 @@ from lightning_megatron.experts.routing.statistics import (
 from lightning_megatron.experts.transport.row_limit import LayerRows, RowLimit
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.config_checks import check_expert_axes
 from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import ExpertsConfig, Transport
-from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.recomputation import Recomputation, Recompute
 
 _REMEDY = "Train all experts of a layer, or none, or use experts.clones=0."
@@ -247,14 +247,21 @@ def _is_balanced(config: ExpertsConfig) -> bool:
 
 
 def check_experts(
+    module: nn.Module,
     models: Sequence[LayeredModule],
-    layout: ParallelLayout,
+    mesh: ParallelMesh,
     recompute: Recompute | Recomputation | None,
 ) -> None:
-    """Refuse expert options if no model has experts."""
+    """Refuse expert options if no model has experts.
+
+    Communication: with ep above 1 and no model of this package with experts, one gather of a flag
+    over the world, on the CPU.
+    """
     if any(model.config.experts is not None for model in models):
         return
-    check_expert_axes(layout, None)
+    has_experts = any(shard_spec_of(parameter).is_expert for parameter in module.parameters())
+    if mesh.ep.size == 1 or not any(all_gather_objects(has_experts, mesh.world_cpu)):
+        check_expert_axes(mesh.layout, None)
     named = {"experts", "expert_inputs"}.intersection(Recomputation.of(recompute).parts)
     if named:
         raise UnsupportedError(

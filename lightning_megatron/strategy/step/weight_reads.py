@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from types import FrameType
 from typing import Any, Self
 
@@ -14,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.experts.own_lists import is_gathered_part
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.stage import PipelinedModule, named_layers, pipelined_modules
@@ -132,7 +134,8 @@ class _Guard(TorchFunctionMode):
         kwargs = kwargs or {}
         if _reads_values(func):
             for value in tree_leaves((args, kwargs)):
-                if id(value) in self._watched and isinstance(value, nn.Parameter):
+                is_parameter = isinstance(value, nn.Parameter) and id(value) in self._watched
+                if is_parameter or (isinstance(value, Tensor) and is_gathered_part(value)):
                     self._check(value)
         if func not in _DERIVATIVES:
             return func(*args, **kwargs)
@@ -176,7 +179,7 @@ class _Guard(TorchFunctionMode):
             nodes += {after for after, _ in node.next_functions} - seen
             seen |= {after for after, _ in node.next_functions}
 
-    def _check(self, parameter: nn.Parameter) -> None:
+    def _check(self, parameter: Tensor) -> None:
         # Skip this method, its caller, the accessors of ``parameter.data`` and frames of torch, up
         # to the user's code or the call of a module.
         frame: FrameType | None = sys._getframe(2)
@@ -187,7 +190,8 @@ class _Guard(TorchFunctionMode):
         reader = outside_torch(frame)
         if reader is None or runs_package(reader) or self._is_owner_called(parameter, frame):
             return
-        name, reason = self._watched[id(parameter)]
+        unnamed = "a weight of experts", f"cut over tp ({self._mesh.tp.size})"
+        name, reason = self._watched.get(id(parameter), unnamed)
         line = Line.of(reader)
         whole = "pp=1"
         if "tp" in reason:
@@ -199,7 +203,7 @@ class _Guard(TorchFunctionMode):
             f"strategy's checkpoints to read values, or {whole}."
         )
 
-    def _is_owner_called(self, parameter: nn.Parameter, frame: FrameType | None) -> bool:
+    def _is_owner_called(self, parameter: Tensor, frame: FrameType | None) -> bool:
         """Return whether a module that may read the parameter is being called."""
         is_cut = _is_cut(parameter)
         while frame is not None:
@@ -209,7 +213,7 @@ class _Guard(TorchFunctionMode):
                     return False
                 # A module may read whole weights of its submodules, but sharded weights only if it
                 # owns them directly. A pipelined module has only some of its layers, so it may not.
-                parameters = module.parameters(recurse=not is_cut)
+                parameters = chain(module.parameters(recurse=not is_cut), vars(module).values())
                 if not isinstance(module, PipelinedModule) and any(
                     owned is parameter for owned in parameters
                 ):
@@ -218,7 +222,7 @@ class _Guard(TorchFunctionMode):
         return False
 
 
-def _is_cut(parameter: nn.Parameter) -> bool:
+def _is_cut(parameter: Tensor) -> bool:
     return shard_spec_of(parameter).full_shape != tuple(parameter.shape)
 
 

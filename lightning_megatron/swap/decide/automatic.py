@@ -10,9 +10,11 @@ from typing import Any
 
 from torch import nn
 
+from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.stage import PipelinedModule, computed_by
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap.blocks.rules import rules_of
+from lightning_megatron.swap.decide.expert_lists import automatic_experts
 from lightning_megatron.swap.decide.kinds import SWAPPED_AS
 from lightning_megatron.swap.hugging_face.own_code import is_hugging_face
 from lightning_megatron.user_code import is_compiled, refuses_graphs
@@ -96,8 +98,8 @@ def _moved_ends(root: nn.Module, blocks: str) -> dict[str, str]:
     return stages
 
 
-def automatic_tensor_plan(root: nn.Module, tp: int) -> dict[str, str] | None:
-    """Return a plan that shards the linear layers and vocabularies of a module; None without any.
+def automatic_tensor_plan(root: nn.Module, mesh: ParallelMesh) -> dict[str, str] | None:
+    """Return a plan that shards linear layers, vocabularies and lists of experts; None without any.
 
     User code sees the outputs of these layers in full, so that it needs no change. Models of this
     package and of Hugging Face have plans of their own, and blocks of torch.nn are replaced. For
@@ -107,9 +109,11 @@ def automatic_tensor_plan(root: nn.Module, tp: int) -> dict[str, str] | None:
         _has_own_plan(part) or hasattr(part, SWAPPED_AS) or is_compiled(part)
         for part in root.modules()
     )
-    if tp == 1 or is_planned:
+    if is_planned:
         return None
-    plan = _patterns(root, _pairs(root, tp) | _vocabularies(root))
+    tp = mesh.tp.size
+    kinds = _pairs(root, tp) | _vocabularies(root) if tp > 1 else {}
+    plan = _patterns(root, kinds) | _patterns(root, automatic_experts(root, mesh), nn.ModuleList)
     if plan and any("auto" in rules_of(part) for part in root.modules()):
         return {"*": "auto", **plan}
     return plan or None
@@ -273,9 +277,9 @@ def _vocabularies(root: nn.Module) -> dict[str, str]:
     }
 
 
-def _patterns(root: nn.Module, kinds: Mapping[str, str]) -> dict[str, str]:
+def _patterns(root: nn.Module, kinds: Mapping[str, str], *types: type[nn.Module]) -> dict[str, str]:
     """Return the kinds by pattern, where every layer that a pattern matches has its kind."""
-    layers = [name for name, part in root.named_modules() if type(part) in _SHARDED]
+    layers = [name for name, part in root.named_modules() if type(part) in (types or _SHARDED)]
     plan: dict[str, str] = {}
     # Equal layers of all blocks share a pattern, which looks at every layer.
     matched: dict[str, set[str | None]] = {}

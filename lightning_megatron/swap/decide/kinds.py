@@ -28,6 +28,9 @@ from lightning_megatron.swap.blocks.rules import BlockRule, rules_of
 from lightning_megatron.swap.hugging_face.own_code import is_hugging_face
 from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
 
+#: Kind of a list of experts.
+EXPERTS = "experts"
+
 #: Kinds of a plan, with the blocks that each applies to.
 KINDS: Mapping[str, str] = {
     "auto": "nn.TransformerEncoderLayer, nn.TransformerDecoderLayer and nn.MultiheadAttention, "
@@ -48,6 +51,7 @@ KINDS: Mapping[str, str] = {
     ),
     "partial": "any module between a column and a row layer that is used with all of its weights "
     "on a part of the heads",
+    EXPERTS: "nn.ModuleList of equal experts, which ep divides",
     "replicate": "any module, which then keeps its own code",
 }
 
@@ -143,6 +147,8 @@ def split_kind(kind: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _fits(kind: str, site: ModuleSite) -> bool:
+    if kind == EXPERTS:
+        return type(site.module) is nn.ModuleList
     if kind in ("replicate", "partial") or getattr(site.module, SWAPPED_AS, None) == kind:
         return True
     is_model = isinstance(site.module, (GPT, Encoder, ReplacedModel))

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.experts.own_lists import DividedExperts
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.swap.blocks.builders import BlockRequest
 from lightning_megatron.swap.blocks.cut_modules import gather_feature_inputs, gather_sequence_inputs
@@ -22,6 +24,7 @@ from lightning_megatron.swap.blocks.whole_model import (
     is_cut,
     is_foreign,
 )
+from lightning_megatron.swap.decide.expert_lists import user_of_experts, why_not_experts
 from lightning_megatron.swap.decide.hugging_face_models import (
     OwnCodeModel,
     choose_models,
@@ -29,7 +32,9 @@ from lightning_megatron.swap.decide.hugging_face_models import (
     whole_models,
 )
 from lightning_megatron.swap.decide.kinds import (
+    EXPERTS,
     FULL_VIEWS,
+    SWAPPED_AS,
     ModuleSite,
     choose_kinds,
     kinds_of_averages,
@@ -133,6 +138,25 @@ def build_family_model(
     return Swap(site, WHOLE_MODEL, model.layers, model.fill, model.install)
 
 
+def build_experts(site: ModuleSite, root: nn.Module, mesh: ParallelMesh) -> Swap:
+    """Prepare to divide a list of experts, which stays where it is, over ep."""
+    experts: Any = site.module
+    user = user_of_experts(root, site.name)
+    problem = why_not_experts(root, site.name, mesh)
+    if problem is not None:
+        raise ParallelPlanError(
+            f"ep ({mesh.ep.size}) cannot divide {site.name!r}: {problem}, or leave the kind "
+            "'experts' out of tensor_parallel_plan. Each rank stores an equal share of the experts."
+        )
+    assert user is not None, "a list without one cannot be divided"
+
+    def install() -> None:
+        DividedExperts(site.name, experts, mesh).divide(user)
+        setattr(experts, SWAPPED_AS, EXPERTS)
+
+    return Swap(site, EXPERTS, experts, lambda: "", install)
+
+
 def choose_blocks(
     sites: Sequence[ModuleSite],
     kinds: Mapping[str, str],
@@ -179,6 +203,12 @@ def choose_blocks(
         build = partial(build_block, site, kind, rule, request, gather)
         replacements.append(Replacement(site, build))
     return replacements
+
+
+def _is_divided(site: ModuleSite, kinds: Mapping[str, str], mesh: ParallelMesh) -> bool:
+    """Return whether ep divides a list, and no earlier fit has done so."""
+    is_new = not hasattr(site.module, SWAPPED_AS)
+    return mesh.ep.size > 1 and kinds.get(site.name) == EXPERTS and is_new
 
 
 def _device_of_values(site: ModuleSite, deferred: Sequence[str]) -> torch.device:
@@ -300,16 +330,16 @@ def decide(
     for site, family in models.replaced:
         build = partial(build_family_model, site, family, mesh, shows_progress)
         replacements.append(Replacement(site, build))
-    built_here = []
     for site in swappable:
         if is_foreign(site.module, mesh):
             replacements.append(Replacement(site, partial(build_whole_model, site, mesh)))
-        elif getattr(site.module, "mesh", None) is mesh:
-            built_here.append(site.name)
+        elif _is_divided(site, kinds, mesh) and site.name in stage_modules:
+            replacements.append(Replacement(site, partial(build_experts, site, module, mesh)))
     order = {site.name: number for number, site in enumerate(sites)}
     partial_sums = [
         name for name in order if name in stage_modules and kinds.get(name) == "partial"
     ]
+    built_here = [site.name for site in swappable if getattr(site.module, "mesh", None) is mesh]
     return SwapPlan(
         module,
         mesh,
