@@ -17,7 +17,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.models.config import FLOP_RULE as FLOP_RULE
 from lightning_megatron.models.config import GPTConfig
-from lightning_megatron.strategy.callbacks.progress import count_replicas, count_tokens
+from lightning_megatron.pipeline.microbatch import count_tokens
+from lightning_megatron.strategy.callbacks.training_metrics import count_replicas
 
 #: Settings of trainers that only measure.
 QUIET: dict[str, Any] = {

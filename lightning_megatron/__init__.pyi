@@ -31,13 +31,15 @@ from lightning_megatron.plan.global_batch import RampUp as RampUp
 from lightning_megatron.plan.layout import ParallelLayout as ParallelLayout
 from lightning_megatron.plan.recomputation import Recomputation as Recomputation
 from lightning_megatron.strategy.callbacks.expert_load import ExpertLoad as ExpertLoad
-from lightning_megatron.strategy.callbacks.loss_curve import LossCurve as LossCurve
 from lightning_megatron.strategy.callbacks.memory_report import MemoryReport as MemoryReport
 from lightning_megatron.strategy.callbacks.progress import TokensProgressBar as TokensProgressBar
-from lightning_megatron.strategy.callbacks.run_record import LearningRates as LearningRates
 from lightning_megatron.strategy.callbacks.run_record import RunCheckpoint as RunCheckpoint
 from lightning_megatron.strategy.callbacks.run_record import RunLogger as RunLogger
+from lightning_megatron.strategy.callbacks.run_report import RunReport as RunReport
 from lightning_megatron.strategy.callbacks.stragglers import StragglerWatch as StragglerWatch
+from lightning_megatron.strategy.callbacks.training_metrics import (
+    TrainingMetrics as TrainingMetrics,
+)
 from lightning_megatron.strategy.cli import MegatronCLI as MegatronCLI
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy as MegatronStrategy
 from lightning_megatron.strategy.options.records import ContextOptions as ContextOptions

@@ -163,7 +163,10 @@ def coerced(name: str, value: Any, kind: Any) -> Any:
         is_beyond = most is not None and most >= MOST and measured > most
         rule = f"at most {most}" if is_beyond else describe(kind)
         raise ParallelPlanError(f"{name} must be {rule}: it is {shown(value)}.")
-    raise ParallelPlanError(f"{name} must be {describe(kind)}: it is {shown(value)}.")
+    literals = [bare for bare, _ in _alternatives(kind) if get_origin(bare) is Literal]
+    names = [str(name) for literal in literals for name in get_args(literal)]
+    hint = nearest(value, names) if isinstance(value, str) else ""
+    raise ParallelPlanError(f"{name} must be {describe(kind)}: it is {shown(value)}.{hint}")
 
 
 def describe(kind: Any) -> str:

@@ -137,7 +137,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "fit --data lightning.pytorch.LightningModul": ("lightning.pytorch has no LightningModul. Did you mean LightningModule?", ""),
     "fit -c trainer: {max_stepss: 3}": ("no option --trainer.max_stepss. Did you mean --trainer.max_steps?", "legal after --trainer."),
     "fit -c model: {class_path: lightning_megatron.CausalLM, init_args: {config: {num_layer: 3}}}": ("model (lightning_megatron.CausalLM): there is no setting config.num_layer. Did you mean config.num_layers?", "legal after config."),
-    "fit -c trainer: {callbacks: [{class_path: lightning_megatron.LossCurve, init_args: {nam: 3}}]}": ("trainer.callbacks (lightning_megatron.LossCurve): there is no setting nam", "legal: filename,"),
+    "fit -c trainer: {callbacks: [{class_path: lightning_megatron.RunReport, init_args: {nam: 3}}]}": ("trainer.callbacks (lightning_megatron.RunReport): there is no setting nam", "legal: filename,"),
 }  # fmt: skip
 
 

@@ -117,7 +117,7 @@ BUDGETS: dict[str, int] = {
     "optimizer": 3120,
     "pipeline": 780,
     "plan": 5000,
-    "strategy": 12100,
+    "strategy": 12550,
     "swap": 8940,
     "tasks": 4520,
 }

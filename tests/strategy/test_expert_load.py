@@ -79,10 +79,10 @@ def test_figures_of_layers_follow_from_step_statistics():
     layers = gather_layers(steps, ParallelMesh.single())
     assert list(layers) == [0, 2]
     values = values_of(layers, per_expert=True)
-    assert len(values) == 5 * 3 + 2 * 4
+    assert len(values) == 7 * 3 + 2 * 4
     expected = {
         "layer_2/max_over_mean": 3.0, "layer_2/dropped": 0.25, "layer_2/load/expert_1": 0.25, "max_over_mean": 2.0,
-        "entropy": 0.5, "balance_loss": 1.0, "z_loss": 2.0,
+        "layer_2/p50": 0.5, "layer_2/p95": pytest.approx(2.7), "entropy": 0.5, "balance_loss": 1.0, "z_loss": 2.0,
     }  # fmt: skip
     assert {name: values[f"experts/{name}"] for name in expected} == expected
 
@@ -94,7 +94,7 @@ def test_figures_of_ranks_follow_from_step_rows():
     layers[0] |= rank_figures_of(rows)
     layers[1] |= rank_figures_of(replace(rows, before=rows.after))
     values = values_of(layers)
-    assert len(values) == (5 + 5) * 3
+    assert len(values) == (7 + 5) * 3
     expected = {
         "layer_0/rank_max_over_mean": 3.0, "rank_max_over_mean": 2.1, "rank_max_over_mean_after": 1.2,
         "layer_1/moved": 0.45, "layer_1/clones": 2.5, "layer_1/rows_needed": 7.0,

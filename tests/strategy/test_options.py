@@ -22,10 +22,11 @@ from lightning_megatron import (
     CudaGraphs,
     ExpertLoad,
     JobOptions,
-    LossCurve,
     MegatronStrategy,
     MemoryReport,
+    RunReport,
     TokensProgressBar,
+    TrainingMetrics,
 )
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.plan import build_schedule
@@ -69,8 +70,9 @@ INVALID: list[tuple[dict[str, Any], type[Exception], str]] = [
 INVALID_OF_CALLBACKS: list[tuple[Any, str, Any, str]] = [
     (MemoryReport, "after_steps", 0, "a whole number of at least 1"),
     (TokensProgressBar, "refresh_rate", 1.5, "a whole number of at least 0"),
-    (LossCurve, "train", None, "text"),
+    (RunReport, "train", None, "text"),
     (ExpertLoad, "per_expert", 1, "True or False"),
+    (TrainingMetrics, "peak_tflops", 0.0, "a finite number above 0 or None"),
 ]
 
 

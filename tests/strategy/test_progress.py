@@ -1,7 +1,9 @@
-"""The progress bar counts tokens and measures their rate, and the loss is plotted beside its logs."""
+"""The progress is a bar on a terminal, and lines elsewhere, for readers or programs."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,25 +15,19 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.errors import MissingExtraError
 from lightning_megatron.pipeline.microbatch import count_tokens
-from lightning_megatron.strategy.callbacks import loss_curve
-from lightning_megatron.strategy.callbacks.loss_curve import LossCurve, read_curve
-from lightning_megatron.strategy.callbacks.progress import (
-    TokenRate,
-    TokensProgressBar,
-    count_replicas,
-    count_steps,
-)
+from lightning_megatron.strategy.callbacks import progress
+from lightning_megatron.strategy.callbacks.progress import TokensProgressBar, count_steps
+from lightning_megatron.strategy.callbacks.training_metrics import count_replicas
 from tests.cli_modules import Line, Points
 
 TOKENS = torch.zeros(3, 5, dtype=torch.long)
 
 
-def fit(folder: Path, callback: Callback, **options: Any) -> None:
+def fit(folder: Path, callbacks: Callback | list[Callback], **options: Any) -> None:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
     trainer = Trainer(
-        accelerator="cpu", devices=1, default_root_dir=folder, num_sanity_val_steps=0, callbacks=[callback],
+        accelerator="cpu", devices=1, default_root_dir=folder, num_sanity_val_steps=0, callbacks=callbacks,
         **{**quiet, **options},
     )  # fmt: skip
     trainer.fit(Line(), Points(context=8))
@@ -43,22 +39,6 @@ def test_tokens_are_the_elements_of_the_first_integer_matrix():
         assert count_tokens(batch) == 15
     for batch in (torch.ones(3, 5), torch.zeros(3, dtype=torch.long), "text", None, []):
         assert count_tokens(batch) == 0
-
-
-def test_rates_exclude_pauses_and_cover_the_most_recent_batches():
-    rate = TokenRate()
-    assert rate.per_second == 0.0
-    rate.start(0.0)
-    rate.add(100, 1.0)
-    rate.pause()
-    rate.start(50.0)
-    rate.add(300, 51.0)
-    assert rate.per_second == 200.0
-    rate = TokenRate(window=2)
-    rate.start(0.0)
-    for end, tokens in ((10.0, 1), (11.0, 8), (12.0, 8)):
-        rate.add(tokens, end)
-    assert rate.per_second == 8.0
 
 
 def test_numbers_of_replicas_and_steps_follow_the_trainer(tmp_path):
@@ -79,14 +59,61 @@ def test_numbers_of_replicas_and_steps_follow_the_trainer(tmp_path):
     assert counts == [5, 16, 3, None]
 
 
-def test_bar_shows_loss_rate_and_time_left(tmp_path, capsys):
-    fit(tmp_path, TokensProgressBar(refresh_rate=2), max_steps=12, val_check_interval=4)
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setattr(progress, "is_terminal", lambda: True)
+
+
+def test_bar_shows_loss_rate_and_time_left(tmp_path, capsys, terminal):
+    limits = {"max_steps": 12, "val_check_interval": 4, "log_every_n_steps": 3}
+    fit(tmp_path, TokensProgressBar(refresh_rate=2), **limits)
     last = capsys.readouterr().out.split("\r")[-1]
     for words in ("12/12 steps", "train_loss=", "tokens/s=", "left=0:00:00"):
         assert words in last
 
 
-def test_tokens_bar_does_not_convert_logged_values_at_every_step(tmp_path, capsys, monkeypatch):
+def test_lines_show_every_logged_step_where_there_is_no_terminal(tmp_path, capsys):
+    limits = {"max_steps": 12, "val_check_interval": 4, "log_every_n_steps": 3}
+    fit(tmp_path, TokensProgressBar(), strategy=MegatronStrategy(), **limits)
+    printed = capsys.readouterr().out
+    assert "\r" not in printed
+    lines = [line for line in printed.splitlines() if line.startswith("step ")]
+    assert [line.split("  ")[0] for line in lines] == [f"step {n}/12" for n in (3, 6, 9, 12)]
+    number = r"[\d.,e+-]+"
+    pattern = (
+        rf"step 12/12  train_loss {number}  grad norm {number}  lr 0\.1  tokens/s/GPU {number}  "
+        r"left 0:00:00"
+    )
+    assert re.fullmatch(pattern, lines[-1])
+
+
+def test_lines_for_programs_are_strict_json(tmp_path, capsys, terminal):
+    class Infinite(Callback):
+        def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+            module.log("infinite", torch.inf, prog_bar=True)
+
+    bar = TokensProgressBar(json=True)
+    fit(tmp_path, [Infinite(), bar], max_steps=4, limit_val_batches=0, log_every_n_steps=2)
+    lines = capsys.readouterr().out.splitlines()
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in lines if line[:1] == "{"]
+    assert [(row["step"], row["steps"], row["infinite"]) for row in rows] == [
+        (2, 4, None),
+        (4, 4, None),
+    ]
+    assert rows[-1]["train/tokens_per_second"] > 0
+    assert rows[-1]["seconds_left"] == 0.0
+
+
+def test_bar_of_its_own_metrics_logs_none(tmp_path, capsys):
+    logger = CSVLogger(tmp_path)
+    fit(tmp_path, TokensProgressBar(), logger=logger, max_steps=2, log_every_n_steps=1)
+    assert "tokens/s/GPU" in capsys.readouterr().out
+    assert "train/" not in (Path(logger.log_dir) / "metrics.csv").read_text()
+
+
+def test_tokens_bar_does_not_convert_logged_values_at_every_step(
+    tmp_path, capsys, monkeypatch, terminal
+):
     converted = []
     monkeypatch.setattr(
         "lightning.pytorch.trainer.connectors.logger_connector.result.convert_tensors_to_scalars",
@@ -98,40 +125,3 @@ def test_tokens_bar_does_not_convert_logged_values_at_every_step(tmp_path, capsy
     assert converted == []
     fit(tmp_path, TQDMProgressBar(), strategy=MegatronStrategy(), **options)
     assert len(converted) >= 8
-
-
-# ---- the loss curve
-
-
-def plot(folder: Path, logger: Any) -> None:
-    options = {"max_steps": 6, "log_every_n_steps": 1, "val_check_interval": 3}
-    fit(folder, LossCurve(), logger=logger, enable_progress_bar=False, **options)
-
-
-def test_a_plot_of_every_logged_value_is_saved_next_to_the_metrics(tmp_path):
-    pytest.importorskip("matplotlib", reason='needs pip install "lightning-megatron[plot]"')
-    logger = CSVLogger(tmp_path)
-    plot(tmp_path, logger)
-    folder = Path(logger.log_dir)
-    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-    train, val = (read_curve(folder / "metrics.csv", name) for name in ("train_loss", "val_loss"))
-    assert [step for step, _ in train] == [0, 1, 2, 3, 4, 5]
-    assert [step for step, _ in val] == [2, 5]
-    # A loss that is logged by step and by epoch.
-    metrics = tmp_path / "metrics.csv"
-    metrics.write_text("step,loss_step,loss_epoch\n0,2.5,\n1,2.0,\n1,,2.25\n")
-    assert read_curve(metrics, "loss") == [(0, 2.5), (1, 2.0)]
-
-
-def test_a_message_explains_why_a_plot_is_missing(tmp_path, monkeypatch):
-    messages: list[str] = []
-    monkeypatch.setattr(loss_curve, "rank_zero_info", messages.append)
-    plot(tmp_path, False)
-    assert "no CSVLogger" in messages[-1]
-
-    def raise_missing_extra(module, extra):
-        raise MissingExtraError(f'pip install "lightning-megatron[{extra}]"')
-
-    monkeypatch.setattr(loss_curve, "import_extra", raise_missing_extra)
-    plot(tmp_path, CSVLogger(tmp_path))
-    assert 'pip install "lightning-megatron[plot]"' in messages[-1]

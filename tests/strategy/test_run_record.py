@@ -1,8 +1,7 @@
-"""What recipes' callbacks and logger leave: checkpoints, learning rates and metrics."""
+"""What recipes' callbacks and logger leave: checkpoints and metrics."""
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_megatron import LearningRates, MegatronStrategy, RunCheckpoint, RunLogger
+from lightning_megatron import MegatronStrategy, RunCheckpoint, RunLogger
 from lightning_megatron.strategy.callbacks import run_record
 from tests.cli_modules import Line, Points
 
@@ -76,16 +75,6 @@ def test_run_without_a_validation_saves_its_last_step(tmp_path):
     assert saved.name == "last.ckpt"
     assert fit(tmp_path / "other", [RunCheckpoint(**MONITORED)], fast_dev_run=True).global_step == 1
     assert not (tmp_path / "other").exists()
-
-
-def test_learning_rate_is_logged_where_there_is_a_logger(tmp_path):
-    logger = RunLogger(str(tmp_path), "run", 3)
-    fit(tmp_path, [LearningRates(), RunCheckpoint()], logger=logger, log_every_n_steps=1)
-    with (tmp_path / "run/version_3/metrics.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["lr-SGD"]]
-    rates = {(int(row["step"]), float(row["lr-SGD"])) for row in rows}
-    assert rates == {(step, 0.1) for step in range(5)}
-    fit(tmp_path, [LearningRates()])
 
 
 def test_metrics_go_to_tensorboard_beside_csv_if_it_is_installed(tmp_path, monkeypatch):

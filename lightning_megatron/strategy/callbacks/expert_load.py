@@ -23,7 +23,7 @@ from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 from lightning_megatron.strategy.private.loops import accumulates, is_logged, logged_step
 
 #: Names of the values that are logged for every layer, and as means over the layers.
-_FIGURES = ("max_over_mean", "dropped", "entropy", "balance_loss", "z_loss")
+_FIGURES = ("max_over_mean", "p50", "p95", "dropped", "entropy", "balance_loss", "z_loss")
 #: The same where ranks share the experts.
 _RANK_FIGURES = (
     "rank_max_over_mean",
@@ -42,6 +42,8 @@ class ExpertLoad(Callback):
 
     * ``max_over_mean``: load of the busiest expert divided by the mean load. The best value is 1;
       the worst is the number of experts.
+    * ``p50`` and ``p95``: median and 95th percentile of the loads of the layer's experts divided by
+      the mean load.
     * ``dropped``: fraction of token assignments that were dropped because experts were full.
     * ``entropy``: mean entropy of the router scores of a token (nats).
     * ``balance_loss`` and ``z_loss``: router losses without their coefficients; 0 if the model has
@@ -178,9 +180,12 @@ def figures_of(step: StepStatistics) -> dict[str, Tensor]:
     load = read[4:]
     total = load.sum().clamp(min=1.0)
     dropped, entropy, balance_loss, z_loss = read[:4].unbind()
+    over_mean = load * load.numel() / total
     return {
         "load": load / total,
-        "max_over_mean": load.max() * load.numel() / total,
+        "max_over_mean": over_mean.max(),
+        "p50": over_mean.quantile(0.5),
+        "p95": over_mean.quantile(0.95),
         "dropped": dropped / total,
         "entropy": entropy,
         "balance_loss": balance_loss,

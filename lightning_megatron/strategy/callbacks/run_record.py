@@ -1,4 +1,4 @@
-"""What a recipe's run leaves besides its plots: metrics, learning rates and checkpoints."""
+"""What a recipe's run leaves besides its plots: metrics and checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from typing_extensions import override
 
@@ -62,37 +61,6 @@ class RunLogger(CSVLogger):
     def _also(self, call: Callable[[TensorBoardLogger], Any]) -> None:
         if self.tensorboard is not None:
             call(self.tensorboard)
-
-
-class LearningRates(LearningRateMonitor):
-    """Log the learning rate of each parameter group, such as ``lr-AdamW``.
-
-    Without a logger, nothing is logged, where Lightning's own callback raises an error.
-
-    Args:
-        logging_interval: Interval of the logs; None takes that of each schedule.
-        options: Further arguments of ``LearningRateMonitor``.
-    """
-
-    def __init__(
-        self, logging_interval: Literal["step", "epoch"] | None = None, **options: Any
-    ) -> None:
-        super().__init__(logging_interval, **options)
-
-    @override
-    def on_train_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if trainer.loggers:
-            super().on_train_start(trainer, *args, **kwargs)
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if trainer.loggers:
-            super().on_train_batch_start(trainer, *args, **kwargs)
-
-    @override
-    def on_train_epoch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if trainer.loggers:
-            super().on_train_epoch_start(trainer, *args, **kwargs)
 
 
 class RunCheckpoint(NewestCheckpoint):

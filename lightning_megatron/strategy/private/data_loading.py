@@ -36,7 +36,7 @@ def training_loader_states(trainer: Trainer) -> list[Any]:
 
 
 def observe_fetches(
-    trainer: Trainer, begin: Callable[[], None], end: Callable[[], None], undo: ExitStack
+    trainer: Trainer, begin: Callable[[], Any], end: Callable[[], Any], undo: ExitStack
 ) -> None:
     """Call functions just before and after the Trainer takes each training batch from its loaders.
 
@@ -47,7 +47,7 @@ def observe_fetches(
         replace_method(undo, loop, name, partial(_call_both, function, getattr(loop, name)))
 
 
-def _call_both(first: Callable[[], None], second: Callable[[], None]) -> None:
+def _call_both(first: Callable[[], Any], second: Callable[[], Any]) -> None:
     first()
     second()
 
