@@ -14,7 +14,11 @@ from lightning_megatron.errors import (
     UnsupportedError,
 )
 from lightning_megatron.groups.axis import MeshAxis
-from lightning_megatron.groups.collectives import all_gather_objects, broadcast_object
+from lightning_megatron.groups.collectives import (
+    all_gather_objects,
+    broadcast_object,
+    gather_objects,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -44,25 +48,27 @@ class CaughtError:
         return True
 
 
-def run_collectively(action: Callable[[], T], axis: MeshAxis, what: str) -> list[T]:
+def run_collectively(
+    action: Callable[[], T], axis: MeshAxis, what: str, on_first: bool = False
+) -> list[T]:
     """Run ``action`` on every rank and return all results; if any rank fails, all ranks raise.
 
     Args:
         what: Description of the step in errors, such as "saving ...".
+        on_first: Return the results on the first rank alone, and on others none.
 
     Raises:
         CheckpointSaveError: On every rank, with the reasons of the ranks that failed.
         BaseException: On a rank that was interrupted (KeyboardInterrupt and similar), after the
             other ranks were notified.
 
-    Communication: one gather of results.
+    Communication: one gather of results; with ``on_first`` one of failures before it.
     """
     result: T | None = None
     with CaughtError(BaseException) as caught:
         result = action()
-    outcomes = all_gather_objects(
-        (result, None if caught.error is None else describe(caught.error)), axis
-    )
+    reason = None if caught.error is None else describe(caught.error)
+    outcomes = all_gather_objects((None if on_first else result, reason), axis)
     if caught.error is not None and not isinstance(caught.error, Exception):
         raise caught.error
     reasons = {rank: reason for rank, (_, reason) in enumerate(outcomes) if reason is not None}
@@ -75,7 +81,7 @@ def run_collectively(action: Callable[[], T], axis: MeshAxis, what: str) -> list
             "removed; earlier checkpoints are unchanged. Free space there, or save to another "
             "folder."
         ) from caught.error
-    return [result for result, _ in outcomes]
+    return gather_objects(result, axis) if on_first else [result for result, _ in outcomes]
 
 
 def run_on_first(action: Callable[[], T], axis: MeshAxis) -> T:

@@ -65,7 +65,7 @@ class CollectiveSave:
         Raises:
             CheckpointSaveError: On all ranks, with the reasons of the ranks that failed.
 
-        Communication: gathers names and places of pieces over the world.
+        Communication: gathers names of pieces over the world, and their places on its first rank.
         """
         target = checkpoint_path_of(self.path)
         axis = self.mesh.checkpoint_cpu
@@ -74,7 +74,9 @@ class CollectiveSave:
             content, pieces = self._begin(target, what)
             assert self.token is not None, "the first rank made the folder"
             folder = target.folder(self.token)
-            written = run_collectively(partial(self._write, folder, content, pieces), axis, what)
+            # A large model has millions of pieces, which only the first rank lists.
+            write = partial(self._write, folder, content, pieces)
+            written = run_collectively(write, axis, what, on_first=True)
             publish = partial(self._publish, target, folder, content, written)
             run_collectively(partial(self._first, publish), axis, what)
         except CheckpointSaveError:

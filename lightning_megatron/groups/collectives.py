@@ -245,6 +245,17 @@ def all_gather_objects(obj: Any, axis: MeshAxis) -> list[Any]:
     return objects
 
 
+def gather_objects(obj: Any, axis: MeshAxis) -> list[Any]:
+    """Gather a picklable object from every rank of the axis on its first rank; others get none."""
+    if axis.group is None:
+        return [obj]
+    objects: list[Any] | None = [None] * axis.size if axis.rank == 0 else None
+    axis.note("gather_object")
+    root = axis.ranks[0]
+    axis.launcher.wait(lambda: dist.gather_object(obj, objects, root, group=axis.group))
+    return objects or []
+
+
 def broadcast_object(obj: Any, axis: MeshAxis, source: int = 0) -> Any:
     """Return the picklable object of position ``source`` on all ranks of the axis."""
     if axis.group is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -155,16 +156,20 @@ def _read(path: str) -> Mapping[Any, Any]:
     return coerced(f"the content of {path!r}", {} if document is None else document, dict[Any, Any])
 
 
-def _check_keys(node: yaml.Node | None, path: str) -> None:
+def _check_keys(root: yaml.Node | None, path: str) -> None:
     """Raise if the file repeats a key; YAML would silently use the last one."""
-    if not isinstance(node, yaml.MappingNode):
-        return
-    keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise ParallelPlanError(
-                f"{path!r} must name every axis and setting once: {shown(key)} occurs twice."
-            )
-    for _, value in node.value:
-        if isinstance(value, yaml.MappingNode):
-            _check_keys(value, path)
+    waiting = [root]
+    seen = set[int]()
+    while waiting:
+        node = waiting.pop()
+        # Aliases of aliases name one mapping in exponentially many places.
+        if not isinstance(node, yaml.MappingNode) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        for key, number in keys.items():
+            if number > 1:
+                raise ParallelPlanError(
+                    f"{path!r} must name every axis and setting once: {shown(key)} occurs twice."
+                )
+        waiting += [value for _, value in node.value]

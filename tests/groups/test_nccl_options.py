@@ -159,7 +159,12 @@ DAMAGED = {
     "tp: {max_ctas: 2}\ntp: {max_ctas: 4}\n": "'tp' occurs twice",
     "tp: {max_ctas: 2, max_ctas: 4}\n": "'max_ctas' occurs twice",
     "false\n": "the content of '2.yaml' must be a mapping: it is False",
-    "tp: &a {max_ctas: *a}\n": "cannot be read",
+    "tp: &a {max_ctas: *a}\n": "max_ctas must be a whole number of at least 1: it is {",
+    # Written out, the last of these mappings has 2**60 values.
+    "a0: &a0 {}\n"
+    + "".join(
+        f"a{i + 1}: &a{i + 1} {{x: *a{i}, y: *a{i}}}\n" for i in range(60)
+    ): "'a0' is not one of",
     "tp: [": "cannot be read",
     "tp: !!python/object/apply:os.system ['touch gadget']\n": "cannot be read",
     "[" * 5000: "cannot be read",

@@ -104,13 +104,13 @@ EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transforme
 # a change that needs more deletes as much elsewhere, or says in its message why it cannot.
 BUDGETS: dict[str, int] = {
     "beside rooms": 720,
-    "checkpoint": 2840,
+    "checkpoint": 2850,
     "cli": 3160,
     "data": 3850,
     "experts": 3300,
     "generation": 930,
     "graphs": 2540,
-    "groups": 2260,
+    "groups": 2280,
     "kernels": 4750,
     "layers": 7760,
     "models": 4390,

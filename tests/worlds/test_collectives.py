@@ -23,6 +23,7 @@ from lightning_megatron.groups.collectives import (
     broadcast_object,
     copy_to_axis,
     gather_from_axis,
+    gather_objects,
     reduce_from_axis,
     reduce_scatter_sequence,
     split_to_axis,
@@ -106,6 +107,8 @@ def check_reductions(mesh: ParallelMesh) -> None:
     last = axis.size - 1
     assert torch.equal(broadcast_(local.clone(), axis, last), stacked[-1])
     assert all_gather_objects(axis.rank, axis) == list(range(axis.size))
+    gathered = gather_objects(axis.rank, axis)
+    assert gathered == (list(range(axis.size)) if axis.rank == 0 else [])
     assert broadcast_object(f"from {axis.rank}", axis, last) == f"from {last}"
 
 
