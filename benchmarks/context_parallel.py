@@ -23,7 +23,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks.launch import add_peer, cells, print_table
+from benchmarks.launch import add_peer, cells, exposed_ms, print_table
 from benchmarks.launch import run_ours as run_training
 from benchmarks.launch import run_peer as run_other
 from benchmarks.measure import option_parser
@@ -64,7 +64,7 @@ def run_ours(args: argparse.Namespace, case: ContextCase, length: int, rows: str
     out = Path(args.out) / f"{args.model}_{case.cp}_{case.transport}_{length}_{rows}.json"
     profile: dict[str, Any] = {}
     if case.cp > 1 and not args.no_profile:
-        profile = {"profile": out.with_suffix(".trace.json.gz"), "device_only": True}
+        profile = {"profile": out.with_suffix(""), "device_only": True}
     line = training_line(
         args,
         {"context": {"transport": case.transport}, "microbatch_size": 1},
@@ -75,9 +75,7 @@ def run_ours(args: argparse.Namespace, case: ContextCase, length: int, rows: str
         **profile,
     )
     figures = run_training(line, out, case.cp, args.timeout)
-    profiled = figures.get("Profile") or {}
-    # A trace without kernels contains no communication.
-    exposed = f"{profiled['exposed_ms']:.1f}" if profiled.get("kernels") else ""
+    exposed = exposed_ms(figures)
     return f"| ours | {case} | {length} | {rows} | {exposed} | {cells(figures)} |"
 
 

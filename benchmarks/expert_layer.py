@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measure import device_time, heading, option_parser
-from benchmarks.step_profile import Kernel
 from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot, slot_of
 from lightning_megatron.layers.parameters.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.strategy.profiling.step_parts import part_of
 
 DTYPE = torch.bfloat16
 # Sizes of Qwen3-30B-A3B.
@@ -144,7 +144,7 @@ def measure(num_experts: int, num_tokens: int, rounds: int, inputs: str) -> list
     ]
     kinds: dict[str, tuple[float, float]] = {}
     for name, count, microseconds in kernels:
-        kind = Kernel(name, 0.0, 0.0, 0).kind
+        kind = part_of(name)
         kinds[kind] = (
             kinds.get(kind, (0.0, 0.0))[0] + microseconds,
             kinds.get(kind, (0.0, 0.0))[1] + count,

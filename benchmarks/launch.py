@@ -15,10 +15,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.measure import FLOP_RULE, heading
 from benchmarks.shapes import Layout
+from lightning_megatron.strategy.profiling.step_parts import EXPOSED
 
 #: Titles of the cells that :func:`cells` returns.
 COLUMNS = (
@@ -56,6 +58,12 @@ def cells(figures: dict[str, Any]) -> str:
         f"{figures['tokens_per_second_per_rank'] * scale:,.0f} | {flops:.1f} | "
         f"{figures['peak_gib']} | {f'{losses[-1]:.4f}' if losses else ''}"
     )
+
+
+def exposed_ms(figures: dict[str, Any]) -> str:
+    """Return the exposed communication of a step (ms), as the mean of the stages; "" if unknown."""
+    stages = (figures.get("Profile") or {}).get("stages", ())
+    return f"{fmean(stage[EXPOSED] for stage in stages):.1f}" if stages else ""
 
 
 def launch(args: list[str], num_processes: int, variables: dict[str, str], timeout: float) -> str:

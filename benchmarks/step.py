@@ -23,7 +23,7 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import add_peer, cells, print_table, run_ours, run_peer
+from benchmarks.launch import add_peer, cells, exposed_ms, print_table, run_ours, run_peer
 from benchmarks.shapes import LAYOUTS
 from benchmarks.train_shapes import parser, training_line
 
@@ -66,9 +66,7 @@ def row_of(program: str, name: str, figures: dict[str, Any]) -> str:
     """Return a row of the table."""
     graphs = figures.get("GraphFigures") or {}
     captured = f"{graphs['graphs']} in {graphs['capture_seconds']} s" if graphs else ""
-    profile = figures.get("Profile") or {}
-    exposed = f"{profile['exposed_ms']:.1f}" if profile.get("kernels") else ""
-    return f"| {program} | {name} | {captured} | {exposed} | {cells(figures)} |"
+    return f"| {program} | {name} | {captured} | {exposed_ms(figures)} | {cells(figures)} |"
 
 
 def main() -> None:

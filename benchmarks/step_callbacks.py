@@ -1,4 +1,4 @@
-"""Callbacks that profile steps and time their parts: the optimizer step, and saves beside steps."""
+"""Callbacks that time parts of steps: the optimizer step, actions, and saves beside steps."""
 
 from __future__ import annotations
 
@@ -12,13 +12,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks.measure import Measure, mark_on_device, strategy_of
-from benchmarks.step_profile import (
-    analyse,
-    find_steps,
-    read_trace,
-    report,
-    whole_window,
-)
 from lightning_megatron.cli.schedule_costs import PipelineCosts
 from lightning_megatron.graphs.cuda import private_pools
 from lightning_megatron.groups.collectives import all_gather_objects, barrier
@@ -32,82 +25,6 @@ from lightning_megatron.plan.simulate import StageCosts
 OPTIMIZER_BYTES = 4 * 4 + 3 * 4 + 2 + 4
 #: Speed of a device-to-device copy on an H200, counting bytes read and bytes written (bytes/s).
 COPY_RATE = 4.26e12
-
-
-class Profile(Callback):
-    """Callback that profiles steps on rank 0 and writes an analysis of their time.
-
-    The analysis measures from one optimizer step to the next, so that ``num_steps`` steps give one
-    step less. With ``num_steps=1``, it measures from one wait of the host to the next. This needs
-    no warm-up step of the profiler, but includes communication that would otherwise overlap with
-    the following step, such as gathers of updated parameters. It suits steps that take seconds.
-
-    Args:
-        path: File of the trace (``.json.gz``); the analysis has the same name with ``.txt``.
-        first: Number of the step after which the profiler starts.
-        device_only: Whether to record no host operators, so that the profiler slows the host less.
-        num_steps: Number of profiled steps.
-
-    Raises:
-        ValueError: If no step is profiled.
-    """
-
-    def __init__(
-        self, path: Path, first: int, device_only: bool = False, num_steps: int = 3
-    ) -> None:
-        if num_steps < 1:
-            raise ValueError(
-                f"the profiler needs at least one step, not {num_steps}: a trace without steps has "
-                "no times. Use 1 for steps of seconds, else 3."
-            )
-        self.path = path
-        self.first = first
-        self.device_only = device_only
-        self.num_steps = num_steps
-        self.result: dict[str, Any] = {}
-        self._profiler: Any = None
-
-    @property
-    def last(self) -> int:
-        """Number of the last step that the profiler needs."""
-        return self.first + self.num_steps + (self.num_steps > 1)
-
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Start, advance or finish the profiler."""
-        if not trainer.is_global_zero:
-            return
-        step = trainer.global_step
-        if step == self.first:
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if trainer.strategy.root_device.type == "cuda":
-                # Kernels of earlier steps must not run in the first profiled one.
-                torch.cuda.synchronize()
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
-                activities = activities[1:] if self.device_only else activities
-            schedule = None
-            if self.num_steps > 1:
-                schedule = torch.profiler.schedule(
-                    wait=0, warmup=1, active=self.num_steps, repeat=1
-                )
-            self._profiler = torch.profiler.profile(
-                activities=activities, schedule=schedule, on_trace_ready=self._read
-            )
-            self._profiler.start()
-        elif self._profiler is not None:
-            if self.num_steps > 1:
-                self._profiler.step()
-            if step == self.last:
-                self._profiler.stop()
-                self._profiler = None
-
-    def _read(self, profiler: Any) -> None:
-        profiler.export_chrome_trace(str(self.path))
-        kernels = read_trace(self.path)
-        steps = find_steps(kernels) if self.num_steps > 1 else whole_window(kernels)
-        self.result = analyse(kernels, steps)
-        text = report(self.result)
-        self.path.with_name(self.path.name.split(".")[0] + ".txt").write_text(text + "\n")
-        print(text, flush=True)
 
 
 class OptimizerTime(Callback):

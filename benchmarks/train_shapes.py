@@ -38,12 +38,12 @@ from benchmarks.shapes import (
     document_lengths,
     seen_length,
 )
-from benchmarks.step_callbacks import GraphFigures, OptimizerTime, Profile, SaveStall, StageTimes
-from lightning_megatron import MegatronStrategy
+from benchmarks.step_callbacks import GraphFigures, OptimizerTime, SaveStall, StageTimes
+from lightning_megatron import MegatronStrategy, Profile
 from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.models.config import GPTConfig
 
-_WITH_RESULTS = (Profile, OptimizerTime, StageTimes, SaveStall, GraphFigures)
+_WITH_RESULTS = (OptimizerTime, StageTimes, SaveStall, GraphFigures)
 
 
 def build_callbacks(
@@ -62,9 +62,10 @@ def build_callbacks(
     callbacks: list[Any] = [measure, GraphFigures()]
     end = measure.last_step if args.row_steps else args.warmup + args.steps
     if args.profile:
-        profile = Profile(Path(args.profile), end, args.device_only, args.profile_steps)
+        host = not args.device_only or args.accelerator == "cpu"
+        profile = Profile(end, args.profile_steps, folder=args.profile, host=host)
         callbacks.append(profile)
-        end = profile.last
+        end = profile.steps.stop
     if args.time_optimizer:
         callbacks.append(OptimizerTime(args.warmup, args.steps))
     if args.time_actions:
@@ -125,6 +126,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for callback in callbacks:
         if isinstance(callback, Measure):
             results.update(callback.figures)
+        elif isinstance(callback, Profile) and callback.table is not None:
+            results["Profile"] = callback.table.as_dict()
         elif isinstance(callback, _WITH_RESULTS):
             results[type(callback).__name__] = callback.result
     if trainer.is_global_zero:
@@ -147,7 +150,7 @@ def add_training(result: argparse.ArgumentParser) -> None:
         default=0,
         help="steps to measure in a row after the measured ones, without waits of the host",
     )
-    add("--profile-steps", type=int, default=3, help="profiled steps (1 suits steps of seconds)")
+    add("--profile-steps", type=int, default=3, help="profiled steps")
     add("--forced-balance", action="store_true", help="route tokens to experts in turn")
     add("--options", default="{}", help="further arguments of the strategy, as JSON")
     add("--accelerator", default="cuda", choices=["cuda", "cpu"])
@@ -163,7 +166,7 @@ def parser() -> argparse.ArgumentParser:
     add("--rows", default="whole", choices=ROWS, help="documents in a row")
     add("--batch", type=int, default=0, help="samples of one data-parallel rank (0: by the layout)")
     add("--in-a-row", action="store_true", help="do not wait for the device between the steps")
-    add("--profile", default="", help="write a trace of some steps of rank 0 (FILE.json.gz)")
+    add("--profile", default="", help="folder for a trace and the parts of some steps")
     add("--device-only", action="store_true", help="profile no operators of the host")
     add("--time-optimizer", action="store_true", help="time the optimizer's step alone")
     add("--time-actions", action="store_true", help="record the actions of a step on all stages")

@@ -32,6 +32,7 @@ from lightning_megatron.plan.layout import ParallelLayout as ParallelLayout
 from lightning_megatron.plan.recomputation import Recomputation as Recomputation
 from lightning_megatron.strategy.callbacks.expert_load import ExpertLoad as ExpertLoad
 from lightning_megatron.strategy.callbacks.memory_report import MemoryReport as MemoryReport
+from lightning_megatron.strategy.callbacks.profile import Profile as Profile
 from lightning_megatron.strategy.callbacks.progress import TokensProgressBar as TokensProgressBar
 from lightning_megatron.strategy.callbacks.run_record import RunCheckpoint as RunCheckpoint
 from lightning_megatron.strategy.callbacks.run_record import RunLogger as RunLogger

@@ -71,6 +71,8 @@ plan and measure:
     lightning-megatron schedule --pp 4 --microbatches 16
   tune           find the fastest communication settings of a recipe
     lightning-megatron tune -c recipe:gpt_speeches_gpu
+  profile        record steps: a trace of all ranks, and where the time goes
+    lightning-megatron profile -c recipe:gpt_speeches_cpu
   scaling-study  measure weak and strong scaling, as published
     lightning-megatron scaling-study --size tiny
   kernels        build, show and check the CUDA kernels

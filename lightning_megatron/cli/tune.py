@@ -112,8 +112,7 @@ class Tuning:
         number = len(self.trials)
         result = self._path(number, ".json")
         timer = {"warmup": self.warmup, "steps": self.steps, "path": str(result)}
-        command = [sys.executable, "-m", "lightning_megatron", "fit", *self.given]
-        command += _options_to_measure(self.warmup + self.steps, timer)
+        command = fit_with(self.given, self.warmup + self.steps, _TIMER, timer)
         command += [f"--trainer.strategy.{name}={_text(value)}" for name, value in settings.items()]
         measured = measure_job(command, self._path(number, ".txt"), result, self.timeout)
         seconds = measured.get("seconds_per_step")
@@ -214,14 +213,24 @@ def advice_of(best: TunedRun) -> str:
     return f"Set in the recipe:\n\n{yaml.safe_dump(content, sort_keys=False)}".rstrip()
 
 
-def _options_to_measure(steps: int, timer: Mapping[str, Any]) -> list[str]:
-    """Return options that train for some steps, with the timer as the only callback."""
-    callbacks = [{"class_path": _TIMER, "init_args": dict(timer)}]
+def fit_with(
+    given: Sequence[str], steps: int, callback: str, arguments: Mapping[str, Any]
+) -> list[str]:
+    """Return the command line of a fit for some steps with one callback and no other output.
+
+    Args:
+        given: Options of ``fit``.
+        steps: Number of optimizer steps.
+        callback: Path of the class of the callback.
+        arguments: Arguments of the callback.
+    """
+    callbacks = [{"class_path": callback, "init_args": dict(arguments)}]
     trainer_options: dict[str, Any] = {"max_steps": steps, "limit_val_batches": 0}
     trainer_options |= {"callbacks": callbacks, "logger": False}
     for name in ("checkpointing", "progress_bar", "model_summary"):
         trainer_options[f"enable_{name}"] = False
-    return [f"--trainer.{name}={_text(value)}" for name, value in trainer_options.items()]
+    options = [f"--trainer.{name}={_text(value)}" for name, value in trainer_options.items()]
+    return [sys.executable, "-m", "lightning_megatron", "fit", *given, *options]
 
 
 def _text(value: Any) -> str:

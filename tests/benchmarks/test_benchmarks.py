@@ -17,7 +17,6 @@ from benchmarks.loss import operands, variants
 from benchmarks.measure import option_parser
 from benchmarks.memory import CASES
 from benchmarks.shapes import SHAPES
-from benchmarks.step_profile import Kernel, analyse, find_steps
 from benchmarks.train_shapes import add_training, parser, training_line
 from lightning_megatron import GPT, GPTConfig, MegatronStrategy
 from lightning_megatron.plan import ParallelLayout
@@ -76,29 +75,6 @@ def test_flops_per_token_equal_the_counted_flops(options):
     needed = pairs * (config.head_size + config.value_size) / 2
     counted = counter.get_total_flops() / 16 - pairs * 2 * config.head_size + needed
     assert 3 * counted == pytest.approx(config.flops_per_token(16), rel=1e-12)
-
-
-NCCL = "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-GEMM = "nvjet_sm90_tst_256x128_64x4_2x1_v_bz_coopA_NTN"
-ADAM = "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>"
-SDPA = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16"
-
-
-def test_time_is_divided_among_work_communication_and_idle_time():
-    spans = [(GEMM, 1, 5), (SDPA, 5, 6), (NCCL, 4, 8), (ADAM, 9, 9.5), (GEMM, 11, 12)]
-    kernels = [Kernel(name, 1e3 * start, 1e3 * stop, 7) for name, start, stop in spans]
-    analysis = analyse(kernels, [(0, 10_000), (10_000, 20_000)])
-    kinds = {"matmul": 2.5, "communication": 2.0, "attention": 0.5, "optimizer": 0.25}
-    assert analysis["step_ms"] == pytest.approx(10.0)
-    assert analysis["kinds_ms"] == pytest.approx(kinds)
-    # Of 4 ms of communication, 2 ms run beside the product and attention.
-    assert analysis["communication_ms"] == pytest.approx(2.0)
-    assert analysis["exposed_ms"] == pytest.approx(1.0)
-    assert analysis["idle_ms"] == pytest.approx((1.0 + 1.0 + 0.5 + 1.0 + 8.0) / 2)
-    # A step reaches from one optimizer step to the next.
-    names = [GEMM, ADAM, ADAM, GEMM, NCCL, GEMM, "_update", "_advance", GEMM, ADAM]
-    row = [Kernel(name, 10.0 * index, 10.0 * index + 5, 7) for index, name in enumerate(names)]
-    assert find_steps(row) == [(10.0, 60.0), (60.0, 90.0)]
 
 
 def test_timed_variants_compute_the_same_values():

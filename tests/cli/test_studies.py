@@ -1,4 +1,6 @@
-"""The commands ``scaling-study`` and ``tune``: studies, and the search for the fastest settings."""
+"""The commands ``scaling-study``, ``tune`` and ``profile``: studies, the search for the fastest
+settings, and where the time of a step goes.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def quick_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return reason_in(text, ended.returncode) if ended.returncode else None
 
     monkeypatch.setattr(measured_job, "run_job", run)
-    monkeypatch.setattr("lightning_megatron.cli.tune.subprocess", SimpleNamespace(run=start))
+    for command in ("tune", "profile"):
+        processes = SimpleNamespace(run=start)
+        monkeypatch.setattr(f"lightning_megatron.cli.{command}.subprocess", processes)
 
 
 @pytest.mark.usefixtures("quick_jobs")
@@ -163,3 +167,16 @@ def test_a_recipe_is_tuned_with_real_runs(tmp_path, printed):
     # The overlap does not change the training.
     assert results[0]["loss"] == pytest.approx(results[1]["loss"], rel=1e-5)
     assert f"| the recipe's | {results[0]['seconds_per_step'] * 1e3:.1f} | 1.000 |" in text
+
+
+@pytest.mark.usefixtures("quick_jobs")
+def test_steps_of_a_recipe_are_profiled(tmp_path, printed, refused):
+    path, output = tmp_path / "recipe.yaml", tmp_path / "profile"
+    path.write_text(RECIPE)
+    printed(f"profile --step=1 --count=1 --output {output} -c", path)
+    parts = json.loads((output / "parts_step1.json").read_text())
+    assert len(parts["stages"]) == 1
+    assert parts["stages"][0]["communication, exposed"] > 0
+    assert (output / "trace_step1.json.gz").is_file()
+    assert "count" in refused("profile --count=0 -c", path)
+    refused(f"profile --output {path}/folder -c", path)

@@ -29,7 +29,12 @@ from lightning_megatron.strategy.private.loops import callbacks_of, may_accumula
 
 
 def check_callbacks(trainer: Trainer, layout: ParallelLayout, options: StrategyOptions) -> None:
-    """Refuse callbacks and loggers that need the whole model if each rank has only a part."""
+    """Refuse callbacks and loggers that need the whole model if each rank has only a part.
+
+    Callbacks with a method ``check_before_launch`` check the Trainer themselves.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        getattr(callback, "check_before_launch", lambda trainer: None)(trainer)
     if options.experts.rows is not None and may_accumulate(trainer):
         _check_limited_sums(gradient_changer(trainer))
     if options.products is not None and options.products.parameters is not None:
