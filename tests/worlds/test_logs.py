@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_megatron import TrainingMetrics
 from lightning_megatron.errors import UnsupportedError
 from tests.fits import Job, loader_of, trainer_of
 from tests.world import run_world
@@ -369,48 +371,161 @@ def test_arguments_that_cannot_be_kept_are_refused_with_their_line() -> None:
 
 
 class Serviced(Logs):
-    """Log by Lightning, and by the experiments of TensorBoard and wandb."""
+    """Log by Lightning, and write text and images by the experiment of each service."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"depth": 2, "optimizer": {"lr": 0.05}})
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = self.loss(batch)
         self.log("loss", loss)
-        board, run = (logger.experiment for logger in self.loggers)
-        board.add_scalar("direct", loss, self.global_step)
-        run.log({"direct": loss.item()})
+        image = batch[0][0].reshape(2, 2).sigmoid()
+        text = f"the first sample of batch {batch_idx}"
+        for logger in self.loggers:
+            kind, experiment = type(logger).__name__, logger.experiment
+            if kind == "TensorBoardLogger":
+                experiment.add_scalar("direct", loss, self.global_step)
+                experiment.add_text("text", text, self.global_step)
+                experiment.add_image("image", image, self.global_step, dataformats="HW")
+            elif kind == "WandbLogger":
+                experiment.log({"direct": loss.item()})
+                logger.log_text("text", columns=["text"], data=[[text]])
+                logger.log_image("image", [image.numpy()])
+            elif kind == "MLFlowLogger":
+                experiment.log_metric(logger.run_id, "direct", loss.item(), step=self.global_step)
+                experiment.log_text(logger.run_id, text, f"text{self.global_step}.txt")
+                pixels = (image * 255).byte().numpy()
+                experiment.log_image(logger.run_id, pixels, f"image{self.global_step}.png")
         return loss
 
 
-def served(strategy: Any, size: int, folder: Path) -> dict[str, float]:
-    """Fit with both loggers; return the last values that rank 0 has written to each of them."""
-    from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+#: On four ranks, all of which read the same batches.
+SERVED: dict[str, Any] = {
+    "dp4": {},
+    "tp2": WRITTEN["tp2"],
+    "pp2": WRITTEN["pp2"],
+    "tp2 pp2": {**WRITTEN["pp2"], **WRITTEN["tp2"]},
+}
+SERVICES = ("csv", "tensorboard", "wandb", "mlflow")
+#: What is compared of every service: values of the last step, and the norm of the whole gradient.
+NAMES = ("loss", "direct", "train/gradient_norm")
+
+
+def logger_of(service: str, folder: Path) -> Any:
+    from lightning.pytorch import loggers
+
+    if service == "csv":
+        return CSVLogger(folder, "csv")
+    if service == "tensorboard":
+        return loggers.TensorBoardLogger(folder)
+    if service == "wandb":
+        return loggers.WandbLogger(save_dir=folder, offline=True)
+    return loggers.MLFlowLogger(tracking_uri=f"file:{folder}/mlruns")
+
+
+def read_csv(logger: Any, folder: Path) -> tuple[int, Any]:
+    last = rows_of(folder)[-1]
+    hparams = (Path(logger.log_dir) / "hparams.yaml").read_text()
+    return len(list((folder / "csv").iterdir())), (
+        {n: last[n] for n in NAMES if n in last},
+        hparams,
+    )
+
+
+def read_tensorboard(logger: Any, folder: Path) -> tuple[int, Any]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    events = EventAccumulator(logger.log_dir).Reload()
+    values = {name: events.Scalars(name)[-1].value for name in NAMES}
+    images = [image.encoded_image_string for image in events.Images("image")]
+    texts = [
+        event.tensor_proto.string_val[0].decode() for event in events.Tensors("text/text_summary")
+    ]
+    hparams = (Path(logger.log_dir) / "hparams.yaml").read_text()
+    return len(list(folder.glob("lightning_logs/*"))), (values, images, texts, hparams)
+
+
+def read_wandb(logger: Any, folder: Path) -> tuple[int, Any]:
+    run = logger.experiment
+    values = {name: run.summary[name] for name in NAMES}
+    hparams = dict(run.config)
+    run.finish()
+    media = [*folder.glob("wandb/offline-run-*/files/media/*/*")]
+    contents = sorted(path.read_bytes() for path in media)
+    return len(list(folder.glob("wandb/offline-run-*"))), (values, contents, hparams)
+
+
+def read_mlflow(logger: Any, folder: Path) -> tuple[int, Any]:
+    client = logger.experiment
+    runs = client.search_runs([logger.experiment_id])
+    kept = [folder / "mlruns" / logger.experiment_id / logger.run_id / "artifacts"]
+    files = {path.name: path.read_bytes() for path in sorted(kept[0].iterdir())}
+    metrics = runs[0].data.metrics
+    return len(runs), ({n: metrics[n] for n in NAMES}, files, runs[0].data.params)
+
+
+READ = {
+    "csv": read_csv,
+    "tensorboard": read_tensorboard,
+    "wandb": read_wandb,
+    "mlflow": read_mlflow,
+}
+
+
+def served(strategy: Any, size: int, folder: Path, services: list[str]) -> dict[str, Any]:
+    """Fit with all loggers; return what rank 0 has written to each of them, and how many runs."""
     folder.mkdir()
-    loggers = [TensorBoardLogger(folder), WandbLogger(save_dir=folder, offline=True)]
-    runner = trainer(strategy, size, logger=loggers, max_epochs=1)
+    loggers = [logger_of(service, folder) for service in services]
+    runner = trainer(strategy, size, TrainingMetrics(), logger=loggers, max_epochs=1)
     runner.fit(Serviced(), DataLoader(data(), 4))
     if not runner.is_global_zero:
-        assert list(folder.glob("*/*/events*")) == []
+        # mlflow describes its folder as soon as it has a client, without any run.
+        files = [path.name for path in folder.rglob("*") if path.is_file()]
+        assert set(files) <= {"meta.yaml"}
         return {}
     for logger in loggers:
         logger.finalize("success")
-    events = EventAccumulator(loggers[0].log_dir).Reload()
-    run = loggers[1].experiment.summary
-    values = {f"board {name}": events.Scalars(name)[-1].value for name in ("loss", "direct")}
-    return values | {f"run {name}": run[name] for name in ("loss", "direct")}
+    return {
+        service: READ[service](logger, folder)
+        for service, logger in zip(services, loggers, strict=True)
+    }
 
 
-def served_on_two_ranks(rank: int, size: int, folder: Path) -> list[dict[str, float]]:
-    return [served(layout, size, folder / f"{name} {rank}") for name, layout in WRITTEN.items()]
+def served_on_four_ranks(
+    rank: int, size: int, folder: Path, services: list[str]
+) -> dict[str, dict[str, Any]]:
+    return {
+        name: served(layout, size, folder / f"{name} {rank}", services)
+        for name, layout in SERVED.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def served_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("served")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_SILENT", "true")
+        # Its folder of files, which newer versions of mlflow open by this permission alone.
+        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        services = ["csv", *(one for one in SERVICES[1:] if find_spec(one))]
+        one = served({}, 1, folder / "one", services)
+        return one, run_world(served_on_four_ranks, 4, folder, services)
 
 
 @pytest.mark.extras
-def test_tensorboard_and_wandb_get_the_values_of_one_process(tmp_path, monkeypatch):
-    pytest.importorskip("tensorboard")
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    expected = served(None, 1, tmp_path / "one")
-    assert len(expected) == 4
-    first, second = run_world(served_on_two_ranks, 2, tmp_path)
-    assert first == [pytest.approx(expected, rel=1e-6)] * 2
-    assert second == [{}, {}]
+@pytest.mark.parametrize("service", SERVICES)
+def test_loggers_get_values_texts_images_and_settings_of_one_process_in_one_run(
+    service, served_ranks
+):
+    if service != "csv":
+        pytest.importorskip(service)
+    (num_runs, (values, *rest)), ranks = served_ranks[0][service], served_ranks[1]
+    assert num_runs == 1
+    assert {"loss", "train/gradient_norm"} <= set(values)
+    for name in SERVED:
+        count, (ours, *others) = ranks[0][name][service]
+        assert count == 1, name
+        assert ours == pytest.approx(values, rel=1e-5), name
+        assert others == rest, name
+        assert [rank[name] for rank in ranks[1:]] == [{}] * 3
