@@ -41,8 +41,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     main(
         f"fit -c recipe:sft_hf --model.path {root}/model --data.train {data} --data.val {data} "
         f"--data.chat_template {root}/chat.jinja --data.seq_length 60 --data.global_batch_size 2 "
-        f"--data.num_workers 0 --model.learning_rate 0.01 --model.warmup_steps 5 "
-        f"--trainer.max_steps 80 --trainer.val_check_interval 80 --trainer.accelerator cpu "
+        f"--data.num_workers 0 --model.learning_rate 0.02 --model.warmup_steps 5 "
+        f"--trainer.max_steps 50 --trainer.val_check_interval 50 --trainer.accelerator cpu "
         f"--trainer.devices 1 --trainer.precision 32-true --trainer.default_root_dir {root}".split()
     )
     [checkpoint] = (root / "sft_hf" / "version_0" / "checkpoints").glob("step*")
