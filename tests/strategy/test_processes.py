@@ -262,11 +262,12 @@ def test_ranks_of_a_launcher_say_once_what_they_refuse_before_they_have_joined(
 def test_the_first_failed_rank_is_named_before_its_report_is_printed(tmp_path):
     first, second = FailureWatch(0, 2), FailureWatch(1, 2)
     first._joined = second._joined = SimpleNamespace(path=tmp_path)  # type: ignore[assignment]
-    assert second._first_name() == "another rank"
+    assert second._first() == ("", None)
     assert [watch._claim() for watch in (first, second)] == [True, False]
-    for _ in range(2):
-        assert second._first_name() == first._first_name() == "rank 0"
-        first._report_is_printed("rank 0")
+    for message in (None, "", "two\nlines"):
+        if message is not None:
+            first._report_is_printed("rank 0", message)
+        assert second._first() == first._first() == ("rank 0", message)
     assert not second._claim_first("rank 1")
 
 

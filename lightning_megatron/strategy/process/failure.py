@@ -157,13 +157,12 @@ class FailureWatch:
                 self._print_line(_text_of(error))
             self._report_is_printed(f"rank {self.rank}", str(error))
         else:
-            self._wait_for_first()
-            message = (self._first() or "").partition("\n")[2]
+            name, message = self._wait_for_first()
             is_known = isinstance(error, REFUSALS) and message == str(error)
-            if self._first_name() != f"rank {self.rank}" and not is_known:
+            if name != f"rank {self.rank}" and not is_known:
                 summary = str(error).strip().partition("\n")[0][:200]
                 self._print_line(
-                    f"stops after {self._first_name()} failed, whose report is above: "
+                    f"stops after {name or 'another rank'} failed, whose report is above: "
                     f"{type(error).__name__}: {summary}"
                 )
         error.is_reported = True  # type: ignore[attr-defined]
@@ -203,7 +202,7 @@ class FailureWatch:
         """Report a rank that left by itself, because the others fail only by its absence."""
         begun = time.monotonic()
         joined = self._joined
-        while joined is not None and self._first() is None:
+        while joined is not None and not self._first()[0]:
             left = joined.early_leavers()
             waited = time.monotonic() - begun
             is_known = any(left.values())
@@ -268,22 +267,24 @@ class FailureWatch:
         if (folder := self._folder) is not None:
             (folder / "first").write_text(f"{name}\n{message}", encoding="utf-8")
 
-    def _wait_for_first(self) -> None:
-        """Wait for the first failed rank to print its traceback."""
+    def _wait_for_first(self) -> tuple[str, str | None]:
+        """Return name and message of the first failed rank, which prints its traceback before."""
         deadline = time.monotonic() + _GRACE_SECONDS / 2
-        while "\n" not in (self._first() or "") and time.monotonic() < deadline:
+        while (first := self._first())[1] is None and time.monotonic() < deadline:
             time.sleep(0.02)
+        return first
 
-    def _first(self) -> str | None:
-        """Return name and message of the first failed rank; without message before its report."""
-        folder = self._folder
-        try:
-            return None if folder is None else (folder / "first").read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
+    def _first(self) -> tuple[str, str | None]:
+        """Return name and message of the first failed rank.
 
-    def _first_name(self) -> str:
-        return (self._first() or "another rank").partition("\n")[0]
+        Without any the name is empty, and before its report the message is None.
+        """
+        text = ""
+        with suppress(FileNotFoundError):
+            if (folder := self._folder) is not None:
+                text = (folder / "first").read_text(encoding="utf-8")
+        name, is_printed, message = text.partition("\n")
+        return name, message if is_printed else None
 
     def _replace_excepthook(self) -> None:
         """Install an excepthook that does not print a reported exception again."""
@@ -321,11 +322,11 @@ class FailureWatch:
             elif time.monotonic() - complete > _GRACE_SECONDS:
                 # Otherwise all ranks may be about to leave in the same way.
                 self._report_leaver(left)
-            if self._first() is not None and not stop.wait(_GRACE_SECONDS):
-                if self._first_name() != f"rank {self.rank}":
+            name, _ = self._first()
+            if name and not stop.wait(_GRACE_SECONDS):
+                if name != f"rank {self.rank}":
                     self._print_line(
-                        f"waits for other ranks and is stopped, because {self._first_name()} "
-                        "failed."
+                        f"waits for other ranks and is stopped, because {name} failed."
                     )
                 self.end(1)
             if time.monotonic() - last_read >= _POLL_NOTICES_SECONDS:
@@ -335,7 +336,7 @@ class FailureWatch:
     def _read_other_machines(self) -> None:
         """Notify the ranks of this machine of a failure on another machine."""
         # Only one rank of each machine reads the store, which limits its load in a large job.
-        if self._notices is None or self.rank % self._num_local or self._first() is not None:
+        if self._notices is None or self.rank % self._num_local or self._first()[0]:
             return
         other_failures = self._notices.read([_FAILED])
         if other_failures and self._claim_first(other_failures[_FAILED]):
