@@ -50,6 +50,11 @@ def preprocess(
         f"({report.num_documents / seconds:,.0f} documents/s, "
         f"{report.num_bytes / seconds / 1e6:,.1f} MB/s)"
     )
+    if not options.split_sentences:
+        print(
+            "Train a GPT on it: lightning-megatron fit -c recipe:pretrain_text --data "
+            f"TokenDataModule --data.train {output} --data.tokenizer {options.tokenizer}"
+        )
 
 
 COMMAND = preprocess

@@ -152,12 +152,16 @@ class CorpusDataModule(RowDataModule):
     @override
     def check_before_launch(self, stage: str | None) -> None:
         tokenizer = self._tokenizer_spec or "bytes"
-        if hub_name(tokenizer, "model") is None:
+        is_on_hub = hub_name(tokenizer, "model") is not None
+        if not is_on_hub:
             find_tokenizer(tokenizer)
-        for set_name, prefixes in self.files.items():
-            if set_name.partition("/")[0] in PARTS_OF_STAGES.get(stage, PARTS):
-                for prefix in prefixes:
-                    check_header(prefix)
+        parts = PARTS_OF_STAGES.get(stage, PARTS)
+        sets = [files for name, files in self.files.items() if name.partition("/")[0] in parts]
+        prefixes = [prefix for files in sets for prefix in files]
+        for prefix in prefixes:
+            check_header(prefix)
+        if not is_on_hub:
+            check_one_tokenizer([self._open(prefix) for prefix in prefixes], self.tokenizer)
 
     @override
     def sets_of(self, part: str) -> list[str]:

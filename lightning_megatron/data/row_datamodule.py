@@ -217,8 +217,7 @@ class RowDataModule(LightningDataModule):
     def check_before_launch(self, stage: str | None) -> None:
         """Refuse missing files and damaged headers before the strategy starts other processes.
 
-        Overrides load no tokenizer, read no whole file of data, and download nothing: names on the
-        Hub pass.
+        Overrides read no whole file of data, and download nothing: names on the Hub pass.
 
         Args:
             stage: ``fit``, ``validate``, ``test`` or ``predict``.

@@ -66,13 +66,15 @@ def test_last_checkpoint_links_to_the_best_one_that_is_the_newest(tmp_path):
     assert noted.saved == [2, 4]
 
 
-def test_run_without_a_validation_saves_its_last_step(tmp_path):
+def test_run_without_a_validation_saves_its_last_step_and_names_it(tmp_path, caplog):
     strategy = MegatronStrategy()
+    caplog.set_level("INFO", "lightning.pytorch")
     fit(
         tmp_path, [RunCheckpoint(**MONITORED)], max_steps=3, val_check_interval=8, strategy=strategy
     )
     (saved,) = (tmp_path / "checkpoints").iterdir()
     assert saved.name == "last.ckpt"
+    assert f"Checkpoint: {saved}; --ckpt_path last continues the run" in caplog.messages
     assert fit(tmp_path / "other", [RunCheckpoint(**MONITORED)], fast_dev_run=True).global_step == 1
     assert not (tmp_path / "other").exists()
 

@@ -157,6 +157,7 @@ INPUTS = {
     f"{TOKENS} FOLDER/intact --data.tokenizer bytes --model.config.vocab_size 256": "another tokenizer.",
     f"{TEXTS} --data.val FOLDER/none": "FOLDER/none' names none of these. Give such a path.",
     f"{TOKENS} FOLDER/intact --data.tokenizer nobody": "tokenizer 'nobody' does not exist",
+    f"{TOKENS} FOLDER/intact": "intact was written with 'bytes' (62b6f2e28672) but 'gpt2' (e8796d364601)",
     f"{TOKENS} FOLDER/none": "FOLDER/none.idx cannot be read: No such file",
     f"{TOKENS} FOLDER/odd": "FOLDER/odd.idx is not a token index: it starts with",
     f"{TOKENS} FOLDER/intact --data.val FOLDER/cut": "FOLDER/cut.bin is truncated: cut.idx describes",

@@ -25,6 +25,10 @@ def test_a_script_prints_the_choices_of_a_dense_fit_once() -> None:
     rows, errors = rows_of("dense")
     assert rows == {
         "layout": ("tp 1, pp 1, dp 1", "one process holds the whole model"),
+        "vocabulary": (
+            f"{MODELS['dense'].vocab_size} tokens",
+            "384 rows of embeddings, a multiple of 128 on each tp rank",
+        ),
         "precision": (
             "16-mixed",
             "float16 parameters and activations, float32 main parameters and gradients, no autocast",

@@ -10,8 +10,11 @@ from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_megatron.models.causal_lm import CausalLM
+from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM
 from lightning_megatron.strategy.private.callback_patches import NewestCheckpoint
 
 
@@ -68,7 +71,7 @@ class RunCheckpoint(NewestCheckpoint):
 
     The newest one is that of the last validation, and at the end of ``fit`` that of the last step,
     even if the run was too short for a validation. ``last.ckpt`` is a link if the best one is the
-    newest.
+    newest. The end of ``fit`` prints its path, and the command that tries it.
 
     Args:
         monitor: Name of the value that decides which checkpoint is the best; None keeps the newest.
@@ -92,3 +95,15 @@ class RunCheckpoint(NewestCheckpoint):
         if self.save_last == "link" and any("://" in os.fspath(one or "") for one in folders):
             self.save_last = True
         super().setup(trainer, pl_module, stage)
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_end(trainer, pl_module)
+        path = self.last_model_path
+        if path:
+            use = "; --ckpt_path last continues the run"
+            if isinstance(pl_module, (CausalLM, HuggingFaceCausalLM)):
+                data: Any = trainer.datamodule  # type: ignore[attr-defined]
+                chat = "--chat " if hasattr(data, "chat_template") else ""
+                use = f'. Try it: lightning-megatron generate {path} {chat}--prompt "..."'
+            rank_zero_info(f"Checkpoint: {path}{use}")

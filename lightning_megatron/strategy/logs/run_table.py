@@ -26,11 +26,13 @@ from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowPar
 from lightning_megatron.layers.parameters.parameter_stack import ParameterStack
 from lightning_megatron.layers.self_attention import Attention
 from lightning_megatron.models.cut_blocks import CutBlocks
+from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.models.staged_blocks import StagedBlocks
 from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.grouped_gemm import MAX_GROUPS
+from lightning_megatron.plan.shards import padded_vocab_size
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.user_code import is_compiled
@@ -137,6 +139,10 @@ def _layout_choices(
             why = "tp is above 1; sequence lengths must be multiples of tp"
         value = "on" if options.shards_sequence else "off"
         choices.append(TableRow("sequence parallel", value, why))
+    for config in {part.config for part in module.modules() if isinstance(part, GPT)}:
+        rows = padded_vocab_size(config.vocab_size, layout.tp, config.vocab_multiple)
+        why = f"{rows:,} rows of embeddings, a multiple of {config.vocab_multiple} on each tp rank"
+        choices.append(TableRow("vocabulary", f"{config.vocab_size:,} tokens", why))
     if layout.pp > 1:
         why = "asked for"
         if options.schedule is None:
