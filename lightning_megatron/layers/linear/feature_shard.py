@@ -129,39 +129,19 @@ class FeatureShard(Tensor):
         args: Any = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        name = func.__name__
-        is_property = name == "__get__"
-        if is_property:
-            name = func.__self__.__name__  # type: ignore[attr-defined]
-        if name in SIZES:
-            return answer_by_shape(name, args[0].full_shape, args[1:], kwargs)
-        if name in ADDRESSES:
-            raise UnsupportedError(
-                f"{name} gives the memory of this rank's part of the outputs of a linear layer "
-                f"that is sharded over tp: {line_of_user()}. A kernel of your own would compute on "
-                "it as if it were all features.\nGive the layer the kind 'column_gather' in "
-                "tensor_parallel_plan."
-            )
-        rule = _RULES.get(name)
-        if name.endswith("_") and name[:-1] in ELEMENTWISE:
-            rule = _elementwise
-        if name in INVARIANT or (is_property and rule is None) or func.__name__ == "__set__":
-            result = func(args[0].part, *args[1:], **kwargs)
-            return args[0] if result is args[0].part else result
-        call = _Call(func, name, args, kwargs)
-        result = None if rule is None or "out" in kwargs else rule(call)
-        return call.on_all_features() if result is None else result
+        name, rule, is_final = _rule_of(func)
+        call = _Call(func, name, args, kwargs or {})
+        result = None if "out" in call.kwargs else rule(call)
+        return result if is_final or result is not None else call.on_all_features()
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """Call of a torch function with at least one shard among its arguments."""
 
     func: Callable[..., Any]
     name: str
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    kwargs: Mapping[str, Any]
 
     @property
     def values(self) -> list[Any]:
@@ -171,19 +151,16 @@ class _Call:
     @property
     def shard(self) -> FeatureShard:
         """Return the first shard among the arguments."""
-        for value in self.values:
-            if isinstance(value, FeatureShard):
-                return value
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        values = self.values
+        leaves = values if FeatureShard in map(type, values) else pytree.tree_leaves(values)
         return next(leaf for leaf in leaves if isinstance(leaf, FeatureShard))
 
     @property
     def input(self) -> FeatureShard | None:
         """Return the first argument, if it is the only shard."""
         first, *others = self.values
-        if any(isinstance(other, FeatureShard) for other in others):
-            return None
-        return first if isinstance(first, FeatureShard) else None
+        is_only = FeatureShard not in map(type, others)
+        return first if is_only and isinstance(first, FeatureShard) else None
 
     @property
     def is_in_place(self) -> bool:
@@ -471,18 +448,18 @@ def _view(call: _Call) -> Any:
         return None
     if not _keeps_dims(call, shard) or (cuts := _cuts_of_views(key)) is None:
         return None
-    if all(cut.sections == shard.sections for cut in cuts):
+    if cuts[0].sections == shard.sections:
         result = call.run(shard.part)
-        parts = (result,) if isinstance(result, Tensor) else result
+        if isinstance(result, Tensor):
+            return shard.like(result, cuts[0].dim)
+        parts = result
     else:
         size = shard.axis.size
         sizes = [(cut.start // size, sum(cut.sections) // size) for cut in cuts]
         parts = [shard.part.narrow(shard.dim_cut, start, length) for start, length in sizes]
         result = parts[0] if call.name in ("narrow", "__getitem__") else parts
-    shards = [
-        shard.like(part, cut.dim, cut.sections) for part, cut in zip(parts, cuts, strict=True)
-    ]
-    return shards[0] if isinstance(result, Tensor) else tuple(shards)
+    full = [shard.like(part, cut.dim, cut.sections) for part, cut in zip(parts, cuts, strict=True)]
+    return full[0] if isinstance(result, Tensor) else tuple(full)
 
 
 # User code calls the same functions on the same sizes in every step.
@@ -530,7 +507,7 @@ def _key(call: _Call, shard: FeatureShard) -> _Key | None:
         arguments = _frozen((others, tuple(call.kwargs.items())))
     if arguments is None:
         return None
-    return call.func, tuple(shard.full_shape), shard.dim_cut, shard.sections, arguments
+    return call.func, shard.full_shape, shard.dim_cut, shard.sections, arguments
 
 
 def _frozen(value: Any) -> Any:
@@ -628,6 +605,24 @@ def _complex(call: _Call) -> Any:
     return shard.like(call.run(shard.part), shard.dim_cut)
 
 
+def _sizes(call: _Call) -> Any:
+    return answer_by_shape(call.name, call.args[0].full_shape, call.args[1:], call.kwargs)
+
+
+def _address(call: _Call) -> Any:
+    raise UnsupportedError(
+        f"{call.name} gives the memory of this rank's part of the outputs of a linear layer that "
+        f"is sharded over tp: {line_of_user()}. A kernel of your own would compute on it as if it "
+        "were all features.\nGive the layer the kind 'column_gather' in tensor_parallel_plan."
+    )
+
+
+def _invariant(call: _Call) -> Any:
+    shard = call.args[0]
+    result = call.run(shard.part)
+    return shard if result is shard.part else result
+
+
 _RULES: Mapping[str, Callable[[_Call], Any]] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(DIM_ARGUMENTS, _along_dims),
@@ -644,4 +639,22 @@ _RULES: Mapping[str, Callable[[_Call], Any]] = {
     "linear": _linear,
     "expand": _expand,
     "repeat_interleave": _repeat,
+    **dict.fromkeys(SIZES, _sizes),
+    **dict.fromkeys(ADDRESSES, _address),
 }
+
+
+# User code calls the same functions in every step.
+@lru_cache(maxsize=1024)
+def _rule_of(func: Callable[..., Any]) -> tuple[str, Callable[[_Call], Any], bool]:
+    """Return the name of a function, its rule, and whether None may be its result.
+
+    Without a result of a rule, a function gets all features.
+    """
+    is_property = func.__name__ == "__get__"
+    name: str = getattr(func, "__self__", func).__name__ if is_property else func.__name__
+    if name in INVARIANT or name == "__set__" or (is_property and name not in _RULES):
+        return name, _invariant, True
+    if name.endswith("_") and name[:-1] in ELEMENTWISE:
+        return name, _elementwise, False
+    return name, _RULES.get(name, lambda call: None), False

@@ -258,10 +258,11 @@ class SequenceRowLinear(RowParallelLinear):
     def forward(
         self, hidden: Tensor, add_bias: bool = True, magnitude: Magnitude | None = None
     ) -> Tensor:
-        if self.split_input or isinstance(hidden, FeatureShard):
-            whole = hidden if isinstance(hidden, FeatureShard) else gather_shard(hidden)
-            hidden = take_part(whole, self.mesh.tp)
-        rows = gather_shard(hidden).movedim(CUT, 0)
+        has_part = isinstance(hidden, FeatureShard)
+        hidden = hidden if has_part else gather_shard(hidden)
+        if has_part or self.split_input:
+            hidden = take_part(hidden, self.mesh.tp)
+        rows = hidden.movedim(CUT, 0)
         output = row_linear(rows, self.weight, self.bias if add_bias else None, self.mesh)
         return SequenceShard.of(output.movedim(0, CUT), self.mesh.tp)
 
