@@ -187,6 +187,14 @@ def test_steps_that_no_training_reaches_are_named(tmp_path):
     assert not torch.autograd._profiler_enabled()
 
 
+def test_a_training_goes_on_if_the_trace_cannot_be_written(tmp_path):
+    (tmp_path / "profile" / "trace_step0.json.gz").mkdir(parents=True)
+    profile = Profile(0, 1)
+    with pytest.warns(UserWarning, match="goes on without files of the profile: .*trace_step0"):
+        fit(tmp_path, profile)
+    assert profile.table is not None
+
+
 def test_a_running_profiler_is_not_disturbed(tmp_path):
     with (
         torch.profiler.profile() as other,

@@ -30,7 +30,8 @@ LAYOUT = {"tp": 2, "pp": 2}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "1f1b": (1, {**LAYOUT}),
     "zb-h1": (1, {**LAYOUT, "schedule": "zb-h1"}),
-    "graphs": (3, {**LAYOUT, "cuda_graphs": CudaGraphs("segments", warmup_steps=1)}),
+    "segments": (3, {**LAYOUT, "cuda_graphs": CudaGraphs("segments", warmup_steps=1)}),
+    "whole": (4, {**LAYOUT, "cuda_graphs": CudaGraphs("full", warmup_steps=1)}),
 }
 #: Tolerance of times on two ranks, whose clocks are the same one (µs).
 APART = 5e3
@@ -142,10 +143,11 @@ def test_events_of_a_lane_are_nested_as_perfetto_needs_it(profiles):
 
 
 def test_replays_of_graphs_are_named_by_what_they_replay(profiles):
-    events = events_of(profiles[0], "graphs")
-    names = {one["name"] for one in spans(events, 3, "user_annotation")}
-    replays = {name.split(",")[0] for name in names if name.startswith("replay of ")}
-    assert any("layers" in name for name in replays), sorted(names)
+    for case, replayed in (("segments", "layers 2..3"), ("whole", "the whole training_step")):
+        ranges = spans(events_of(profiles[0], case), 3, "user_annotation")
+        replays = [one["name"] for one in ranges if one["name"].startswith("replay of ")]
+        assert replays, case
+        assert all(replayed in name for name in replays)
 
 
 def test_ranks_are_rows_with_coordinates_on_one_clock(profiles):

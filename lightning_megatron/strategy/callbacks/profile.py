@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_objects, broadcast_object
 from lightning_megatron.plan.settings import Count, Index, coerced_arguments
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
@@ -31,6 +32,7 @@ from lightning_megatron.strategy.profiling.step_parts import (
     work_of,
 )
 from lightning_megatron.strategy.profiling.trace_file import (
+    Event,
     clock_offset,
     gather_trace,
     read_trace,
@@ -292,11 +294,22 @@ class Profile(Callback):
         ranks = all_gather_objects((mesh.pp.rank, parts), mesh.world_cpu)
         most = broadcast_object(longest(work, window, num_steps), mesh.world_cpu)
         self.table = StageTable.of(ranks, most)
-        trace = folder / f"trace_{name}.json.gz"
-        gather_trace(rows_of_rank(mesh.rank, title_of(mesh), events, steps), mesh.world_cpu, trace)
+        rows = rows_of_rank(mesh.rank, title_of(mesh), events, steps)
+        try:
+            self._write(rows, mesh.world_cpu, folder, name)
+        except OSError as error:
+            rank_zero_warn(f"Profile: the training goes on without files of the profile: {error}.")
         if mesh.world.rank == 0:
+            print(self.table.text(), flush=True)
+
+    def _write(self, rows: list[Event], axis: MeshAxis, folder: Path, name: str) -> None:
+        """Write the trace and the table on rank 0."""
+        assert self.table is not None, "steps were recorded"
+        trace = folder / f"trace_{name}.json.gz"
+        gather_trace(rows, axis, trace)
+        if axis.rank == 0:
             text = self.table.markdown()
             (folder / f"parts_{name}.md").write_text(text + "\n", encoding="utf-8")
             content = json.dumps(self.table.as_dict(), indent=2)
             (folder / f"parts_{name}.json").write_text(content + "\n", encoding="utf-8")
-            print(f"{self.table.text()}\ntrace for https://ui.perfetto.dev: {trace}", flush=True)
+            print(f"trace for https://ui.perfetto.dev: {trace}", flush=True)

@@ -8,7 +8,8 @@ import gzip
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,9 @@ def gather_trace(rows: Sequence[Event], axis: MeshAxis, path: Path) -> None:
         axis: All ranks, in a group for tensors on CPUs.
         path: File of the trace (``.json.gz``).
 
+    Raises:
+        OSError: If the first rank cannot write the file, after all transfers.
+
     Communication: one gather of numbers, and a transfer from each other rank to the first one.
     """
     # Joined with commas, the lists of all ranks are one list.
@@ -192,11 +196,22 @@ def gather_trace(rows: Sequence[Event], axis: MeshAxis, path: Path) -> None:
         part = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         start_transfers([(part, 0)], [], axis).wait()
         return
-    with gzip.open(path, "wb", 3) as file:
-        file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
-        file.write(gzip.decompress(packed))
-        for peer in range(1, axis.size):
-            part = torch.zeros(sizes[peer], dtype=torch.uint8)
-            start_transfers([], [(part, peer)], axis).wait()
-            file.write(b"," + gzip.decompress(part.numpy().tobytes()))
-        file.write(b"]}")
+    parts = _parts_of_all(packed, sizes, axis)
+    try:
+        with gzip.open(path, "wb", 3) as file:
+            for text in parts:
+                file.write(text)
+    finally:
+        # The other ranks wait until their events have arrived, even if the disk is full.
+        deque(parts, maxlen=0)
+
+
+def _parts_of_all(packed: bytes, sizes: Sequence[int], axis: MeshAxis) -> Iterator[bytes]:
+    """Yield the text of the file, for which each other rank sends its part."""
+    yield b'{"displayTimeUnit":"ms","traceEvents":['
+    yield gzip.decompress(packed)
+    for peer in range(1, axis.size):
+        part = torch.zeros(sizes[peer], dtype=torch.uint8)
+        start_transfers([], [(part, peer)], axis).wait()
+        yield b"," + gzip.decompress(part.numpy().tobytes())
+    yield b"]}"
