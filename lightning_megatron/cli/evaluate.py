@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from jsonargparse.typing import PositiveInt
@@ -59,10 +60,10 @@ def wikitext(
         stride: Tokens by which windows advance; 32 as published, the size of a window is fastest.
         plain: The text is plain text, which is not detokenized.
     """
-
-    def rows(name: str) -> EvaluationData:
-        return WikiTextData(data, name, window, stride, plain, options.batch_size)
-
+    size = options.batch_size
+    rows = partial(
+        WikiTextData, data, window=window, stride=stride, is_plain=plain, batch_size=size
+    )
     _evaluate("wikitext", model, data, layout, options, rows)
 
 
@@ -80,10 +81,7 @@ def lambada(
         data: JSON lines with the key `text`.
         window: Tokens that the model reads at once; by default the longest passage.
     """
-
-    def rows(name: str) -> EvaluationData:
-        return LambadaData(data, name, window, options.batch_size)
-
+    rows = partial(LambadaData, data, window=window, batch_size=options.batch_size)
     _evaluate("lambada", model, data, layout, options, rows)
 
 

@@ -173,9 +173,8 @@ def _describe_choices(rows: int, groups: int, n: int, k: int) -> list[str]:
             lines.append(f"  {'SwiGLU apart':<{width}}  {reason}")
             continue
         choice = choose_variant(product, rows, groups, n, k)
-        lines.append(
-            f"  {choice.variant:<{width}}  along {'N' if choice.along_n else 'M'}: {choice.reason}"
-        )
+        side = "N" if choice.along_n else "M"
+        lines.append(f"  {choice.variant:<{width}}  along {side}: {choice.reason}")
     return lines
 
 

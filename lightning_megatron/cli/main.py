@@ -122,12 +122,11 @@ def check_options(arguments: Sequence[str]) -> None:
     parsers, and so is the key ``recipe`` of files.
     """
     is_trainer = COMMANDS[arguments[0]] == TRAINER
-    options = [argument.partition("=")[0] for argument in map(underscored, arguments)]
-    ends = {"-c", "--config"} & set(options) if not is_trainer else set()
-    own = options[: min(map(options.index, ends), default=len(options))]
+    own = [argument.partition("=")[0] for argument in map(underscored, arguments)]
+    while not is_trainer and {"-c", "--config"} & set(own):
+        own.pop()
     texts = kept_texts(own[0])
-    command = " ".join(own[:2])
-    command = command if command in texts else own[0]
+    command = " ".join(own[:2]) if " ".join(own[:2]) in texts else own[0]
     lines = re.findall(r"^ {2}(-.*?)(?: {2}|$)", texts.get(command, ""), flags=re.M)
     names = re.findall(r"--([\w.]+)", "\n".join(lines))
     for option in own if names else []:
