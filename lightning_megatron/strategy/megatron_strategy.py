@@ -60,6 +60,7 @@ from lightning_megatron.strategy.checks.module_comparison import (
 )
 from lightning_megatron.strategy.checks.run_checks import check_data, configuration_fields
 from lightning_megatron.strategy.logs.run_table import show_choices
+from lightning_megatron.strategy.memory_estimate import estimate_before_batches
 from lightning_megatron.strategy.optimization.empty_optimizers import (
     build_optimizers_of_stage,
     check_trained_somewhere,
@@ -74,7 +75,11 @@ from lightning_megatron.strategy.options.records import (
     OptimizerOptions,
     PipelineOptions,
 )
-from lightning_megatron.strategy.options.sizes import check_hosts, check_sizes
+from lightning_megatron.strategy.options.sizes import (
+    check_hosts,
+    check_sizes,
+    shape_of_batches,
+)
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions, documents_options
 from lightning_megatron.strategy.out_of_memory import BEFORE_RUN, explain_out_of_memory
 from lightning_megatron.strategy.private.callback_patches import (
@@ -151,6 +156,8 @@ class MegatronStrategy(RankStrategy):
         self._source: CheckpointSource | None = None  #: The checkpoint that was loaded last.
         #: The current run, or the last one, whose weights can still be saved.
         self._run: Run | None = None
+        #: Samples of a batch of this rank, and tokens of a sample, where they are known.
+        self._batches: tuple[int | None, int | None] = (None, None)
 
     @property
     def run(self) -> Run:
@@ -297,6 +304,7 @@ class MegatronStrategy(RankStrategy):
     def check_run(self, arguments: Mapping[str, Any]) -> None:
         """Check the keyword arguments of fit, validate, test or predict before any launch."""
         check_sizes(self.user_module, self.options, self.layout, arguments)
+        self._batches = shape_of_batches(arguments, self.layout)
         self.check_device(self.user_module, arguments["trainer"])
         check_hosts(self.options, self.layout, self.num_processes)
         # Lightning does not pass weights_only to strategies that load after setup.
@@ -351,9 +359,11 @@ class MegatronStrategy(RankStrategy):
         layers = start_layers(self.user_module, models, self.mesh, self.options)
         self._convert_module(has_models=bool(models))
         if self.is_fitting:
-            show_choices(self.user_module, self.mesh, self.options, self.precision_plugin)
             self._create_optimizers(trainer)
         self._begin_run(layers)
+        if self.is_fitting:
+            memory = estimate_before_batches(self.run, self.optimizers, *self._batches)
+            show_choices(self.user_module, self.mesh, self.options, self.precision_plugin, *memory)
 
     def _convert_module(self, has_models: bool) -> None:
         """Move the module to its device and precision."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.experts.compute.choose_backend import choose_backend
+from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.layers.attention.choose_core import choose_core
 from lightning_megatron.layers.context_parallel.attend_across import transport_of
 from lightning_megatron.layers.fused.choose_kernels import fused_kernels
@@ -33,7 +36,7 @@ from lightning_megatron.plan.kept_activations import (
     fused_activations,
 )
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.model_shape import ModelShape
+from lightning_megatron.plan.model_shape import COUNTED_LENGTH, ModelShape
 from lightning_megatron.strategy.run import Run
 
 
@@ -132,31 +135,49 @@ class MemoryCase:
     table: KeptActivations
 
     @classmethod
-    def of(cls, run: Run, optimizers: Sequence[Optimizer], batch: Any) -> MemoryCase | None:
-        """Return the case of a run; None without tokens in the batch, or without a single GPT.
+    def of(
+        cls,
+        run: Run,
+        optimizers: Sequence[Optimizer],
+        num_samples: int,
+        seq_length: int,
+        input_bytes: int = TrainingShape.input_bytes,
+    ) -> MemoryCase | None:
+        """Return the case of a run; None without a single GPT.
 
         Args:
-            batch: A batch of this data-parallel rank.
+            num_samples: Samples of a batch of this data-parallel rank (samples).
+            seq_length: Tokens of a sample (tokens).
+            input_bytes: Size of a batch for each token (bytes).
         """
-        models = [model for _, model in pipelined_modules(run.module) if isinstance(model, GPT)]
-        num_tokens = count_tokens(batch)
-        if len(models) != 1 or not num_tokens:
+        models = _models_of(run)
+        if len(models) != 1:
             return None
         model = models[0]
-        num_samples = count_samples(batch)
         rule = run.options.microbatches(run.mesh.layout)
-        num_bytes = sum(leaf.nbytes for _, leaf in leaves(batch) if isinstance(leaf, Tensor))
         training = replace(
             training_shape(run, optimizers),
-            seq_length=num_tokens // num_samples,
+            seq_length=seq_length,
             microbatch_size=min(rule.size_for(num_samples), num_samples),
             num_microbatches=rule.count_for(num_samples),
             recompute=model.recompute,
             loss_chunk=model.loss_chunk,
-            input_bytes=num_bytes // num_tokens,
+            input_bytes=input_bytes,
         )
         layout = replace(run.mesh.layout, stage_layers=model.partition.counts)
         return cls(model.config.memory_shape(), layout, training, kept_activations_of(model))
+
+    @classmethod
+    def of_batch(cls, run: Run, optimizers: Sequence[Optimizer], batch: Any) -> MemoryCase | None:
+        """Return the case of a run with a batch; None without tokens in it or a single GPT."""
+        num_tokens = count_tokens(batch)
+        if not num_tokens:
+            return None
+        num_samples = count_samples(batch)
+        num_bytes = sum(leaf.nbytes for _, leaf in leaves(batch) if isinstance(leaf, Tensor))
+        return cls.of(
+            run, optimizers, num_samples, num_tokens // num_samples, num_bytes // num_tokens
+        )
 
     def estimate(self) -> tuple[StageMemory, ...]:
         """Return the estimate of each stage."""
@@ -171,7 +192,7 @@ def estimate_of(run: Run, optimizers: Sequence[Optimizer], batch: Any) -> StageM
         batch: A batch of this data-parallel rank; None if it is not known.
     """
     stage = run.mesh.pp.rank
-    case = MemoryCase.of(run, optimizers, batch)
+    case = MemoryCase.of_batch(run, optimizers, batch)
     if case is not None:
         return case.estimate()[stage]
     main = run.state.main
@@ -191,6 +212,38 @@ def estimate_of(run: Run, optimizers: Sequence[Optimizer], batch: Any) -> StageM
     return StageMemory(
         stage=stage, moment="", in_flight=0, num_parameters=sum(counts.values()), **static
     )
+
+
+def estimate_before_batches(
+    run: Run, optimizers: Sequence[Optimizer], batch_size: int | None, seq_length: int | None
+) -> tuple[tuple[StageMemory, ...], str]:
+    """Estimate the memory of all stages before the first batch, and say for which microbatches.
+
+    Args:
+        batch_size: Samples of a batch of this rank, as its loader says; None if that is unknown.
+        seq_length: Tokens of a sample; None takes the longest of the model, up to 4,096 (tokens).
+
+    Communication: for modules without a GPT, one gather over the pipeline, on the CPU.
+    """
+    layout = run.mesh.layout
+    for model in _models_of(run):
+        length = seq_length or min(model.config.max_seq_length, COUNTED_LENGTH)
+        length += -length % (layout.cp * layout.tp)
+        size = run.options.microbatch_size
+        samples = batch_size or (size if isinstance(size, int) else 1)
+        # What the formulas do not know has no estimate of activations.
+        with suppress(ParallelPlanError, UnsupportedError):
+            case = MemoryCase.of(run, optimizers, samples, length)
+            if case is not None:
+                step = case.training
+                microbatches = f"{step.microbatch_size} x {length:,} tokens"
+                return case.estimate(), f"{step.num_microbatches} microbatches of {microbatches}"
+    stages = all_gather_objects(estimate_of(run, optimizers, None), run.mesh.pp_cpu)
+    return tuple(stages), "activations are known for a GPT alone"
+
+
+def _models_of(run: Run) -> list[GPT]:
+    return [model for _, model in pipelined_modules(run.module) if isinstance(model, GPT)]
 
 
 def training_shape(run: Run, optimizers: Sequence[Optimizer]) -> TrainingShape:

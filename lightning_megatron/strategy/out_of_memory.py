@@ -74,7 +74,7 @@ def explain_out_of_memory(run: Run, optimizers: Sequence[Optimizer], error: Base
         error: Error of the allocator, whose frames still hold the tensors of the step.
     """
     batch = batch_of(error, run.module.trainer)
-    case = MemoryCase.of(run, optimizers, batch)
+    case = MemoryCase.of_batch(run, optimizers, batch)
     estimate = estimate_of(run, optimizers, batch)
     device = device_memory(run.mesh.device)
     held = held_bytes(run, optimizers)

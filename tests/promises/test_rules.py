@@ -118,7 +118,7 @@ BUDGETS: dict[str, int] = {
     "optimizer": 3120,
     "pipeline": 780,
     "plan": 5000,
-    "strategy": 13300,
+    "strategy": 13450,
     "swap": 8940,
     "tasks": 4520,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -15,9 +16,16 @@ from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.fused.choose_kernels import KernelChoice, warn_of_slow_path
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.plan.budget import GIB, StageMemory
 from lightning_megatron.plan.grouped_gemm import MAX_GROUPS
+from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.logs import run_table
-from lightning_megatron.strategy.logs.run_table import TableRow, table_of, warn_of_slow
+from lightning_megatron.strategy.logs.run_table import (
+    TableRow,
+    picture_of,
+    table_of,
+    warn_of_slow,
+)
 from lightning_megatron.swap import parallelize
 from tests.swap.parts import mesh_of
 from tests.worlds.test_own_modules import Around, ResidualAround
@@ -36,6 +44,49 @@ def test_choice_with_a_remedy_causes_a_warning():
         "  attention            cudnn  half type",
         "  products of experts  loop   torch.float32: for bfloat16",
     ]
+
+
+def test_picture_of_a_large_layout_fits_a_screen():
+    layout = ParallelLayout(16, tp=2, pp=2)
+    sizes = {"moment": "forward", "in_flight": 1, "num_parameters": 1, "gradients": 0}
+    stage = StageMemory(
+        stage=0, parameters=2 * GIB, main_parameters=0, optimizer=GIB, activations=GIB, **sizes
+    )
+    picture = picture_of(layout, ["0-3", "4-7"], [stage, stage], 80 * GIB, "1 microbatch")
+    assert picture.splitlines() == [
+        "           replica 0  replica 1  replica 2  ...  layers  held  in a step  peak    of",
+        "  stage 0      [0 1]      [2 3]      [4 5]  ...     0-3  3.00       1.00  4.00  80.0",
+        "  stage 1      [8 9]    [10 11]    [12 13]  ...     4-7  3.00       1.00  4.00  80.0",
+        "  [ranks that share layers]; memory of a rank in GiB, estimated: 1 microbatch",
+    ]
+    static = replace(stage, activations=0, parameters=2**20, optimizer=0)
+    large = ParallelLayout(4096, tp=8, pp=32, cp=2, order="cp-tp-dp-pp")
+    lines = picture_of(large, [], [static] * 32, None, "").splitlines()
+    assert len(lines) == 12
+    assert max(map(len, lines)) <= 100
+    assert lines[1].split()[:4] == ["stage", "0", "[0-15]", "[16-31]"]
+    assert lines[5].split() == ["..."]
+    assert lines[-2].split()[1] == "31"
+    assert lines[1].split()[-3:] == ["1.00", "n/a", "1.00"]
+
+
+def test_long_reasons_are_wrapped_below_their_column():
+    rows = [TableRow("layout", "tp 2", "word " * 30), TableRow("precision", "64-true", "float64")]
+    first, *lines = table_of(rows).splitlines()[1:]
+    assert first.startswith("  layout     tp 2     word word")
+    assert max(map(len, [first, *lines])) <= 100
+    assert lines[0].startswith(" " * 22 + "word")
+    assert lines[-1] == "  precision  64-true  float64"
+
+
+def test_table_names_the_axes_between_hosts(monkeypatch):
+    found = [(f"node{rank // 4}", "H200", 139 * GIB) for rank in range(8)]
+    monkeypatch.setattr(run_table, "all_gather_objects", lambda own, axis: found)
+    mesh = Mock(device=torch.device("cpu"), layout=ParallelLayout(8, tp=2, pp=2))
+    mesh.world_cpu.ranks = range(8)
+    devices, links = run_table._device_choices(mesh, None)
+    assert (devices.value, devices.reason) == ("8 x H200", "on 2 hosts, 139.0 GiB each")
+    assert (links.value, links.reason) == ("pp between hosts", "tp, dp inside hosts; gloo")
 
 
 def test_slow_products_of_experts_on_a_gpu_have_a_remedy(monkeypatch):

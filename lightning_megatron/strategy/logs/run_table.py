@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -30,12 +33,22 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.models.staged_blocks import StagedBlocks
+from lightning_megatron.plan.budget import GIB, StageMemory
+from lightning_megatron.plan.columns import align_columns
 from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.grouped_gemm import MAX_GROUPS
+from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.shards import padded_vocab_size
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.user_code import is_compiled
+
+#: Width of a line, and least width of the column of reasons (characters).
+_WIDTH = 100
+_MIN_REASON = 40
+#: Replicas and stages that the picture of the layout shows.
+_MOST_REPLICAS = 3
+_MOST_STAGES = 10
 
 
 @dataclass(frozen=True)
@@ -54,39 +67,150 @@ class TableRow:
 
 
 def show_choices(
-    module: nn.Module, mesh: ParallelMesh, options: StrategyOptions, precision: MegatronPrecision
+    module: nn.Module,
+    mesh: ParallelMesh,
+    options: StrategyOptions,
+    precision: MegatronPrecision,
+    memory: Sequence[StageMemory],
+    microbatches: str,
 ) -> None:
     """Show the choices of a fit on global rank 0, and warn of each choice that costs speed.
 
     The choices of all stages are shown, because some layers may be on later stages only.
 
-    Communication: one gather over the pipeline, a sum over all ranks, and that of the choice of a
-        token transport, if the module has experts.
+    Args:
+        memory: Estimate of each stage.
+        microbatches: What the estimate is for.
+
+    Communication: one gather over the pipeline, one of devices and a sum over all ranks, and that
+        of the choice of a token transport, if the module has experts.
     """
     local_choices = _module_choices(
         module, mesh.device, precision.dtypes.parameters, options.clones
     )
     choices_by_stage = all_gather_objects(local_choices, mesh.pp_cpu)
+    capacity = None
+    if mesh.device.type == "cuda":
+        capacity = torch.cuda.get_device_properties(mesh.device).total_memory
     choices = [
+        *_device_choices(mesh, capacity),
         *_layout_choices(module, mesh, options),
         _precision_choice(precision, mesh.device),
         *_cast_choices(module, options),
         # Layers of one kind have the same rows.
         *dict.fromkeys(choice for stage in choices_by_stage for choice in stage),
     ]
-    rank_zero_info(table_of(choices, "rank 0" if mesh.pp.size == 1 else "pipeline of rank 0"))
+    picture = picture_of(mesh.layout, _layers_of(module), memory, capacity, microbatches)
+    table = table_of(choices, "rank 0" if mesh.pp.size == 1 else "pipeline of rank 0")
+    rank_zero_info(f"{table}\n\n{picture}\n")
     warn_of_slow(choices)
 
 
 def table_of(choices: Sequence[TableRow], ranks: str = "rank 0") -> str:
-    """Return the rows as text with aligned columns."""
+    """Return the rows as text with aligned columns, in lines that a screen shows."""
     subjects = max(len(choice.subject) for choice in choices)
     values = max(len(choice.value) for choice in choices)
-    rows = [
-        f"  {choice.subject:<{subjects}}  {choice.value:<{values}}  {choice.reason}"
-        for choice in choices
-    ]
-    return "\n".join([f"Choices of this fit ({ranks}):", *rows])
+    lines = [f"Choices of this fit ({ranks}):"]
+    for choice in choices:
+        first = f"  {choice.subject:<{subjects}}  {choice.value:<{values}}  "
+        width = max(_WIDTH - len(first), _MIN_REASON)
+        lines.append(first + f"\n{'':{len(first)}}".join(textwrap.wrap(choice.reason, width)))
+    return "\n".join(lines)
+
+
+def picture_of(
+    layout: ParallelLayout,
+    layers: Sequence[str],
+    memory: Sequence[StageMemory],
+    capacity: int | None,
+    microbatches: str,
+) -> str:
+    """Return a row for each stage: ranks of its replicas, layers, and its memory in the estimate.
+
+    Args:
+        layers: Layers of each stage, as text; empty if they are not known.
+        memory: Estimate of each stage.
+        capacity: Memory of a device; None for hosts (bytes).
+        microbatches: What the estimate is for.
+    """
+    ranks: dict[tuple[int, int], str] = {}
+    for group in layout.groups("tp-cp"):
+        where = layout.coordinates(group[0])
+        ranks[where["pp"], where["dp"]] = f"[{_span(group)}]"
+    is_large = max(stage.peak for stage in memory) >= GIB
+    scale = GIB if is_large else 2**20
+    shown = range(min(layout.dp, _MOST_REPLICAS))
+    more = ["..."] if layout.dp > len(shown) else []
+    of = [] if capacity is None else [f"{capacity / scale:.1f}"]
+    title = ["", *(f"replica {dp}" for dp in shown), *more, "layers"]
+    rows = [[*title, "held", "in a step", "peak", *(["of"] if of else [])]]
+    for number, stage in enumerate(memory):
+        step = f"{(stage.peak - stage.static) / scale:.2f}" if stage.activations else "n/a"
+        cells = [*(ranks[number, dp] for dp in shown), *more, *(layers[number : number + 1] or "?")]
+        sizes = [f"{stage.static / scale:.2f}", step, f"{stage.peak / scale:.2f}"]
+        rows.append([f"  stage {number}", *cells, *sizes, *of])
+    if len(rows) > _MOST_STAGES:
+        rows[_MOST_STAGES // 2 : -_MOST_STAGES // 2] = [["  ..."] + [""] * (len(rows[0]) - 1)]
+    unit = "GiB" if is_large else "MiB"
+    note = f"[ranks that share layers]; memory of a rank in {unit}, estimated: {microbatches}"
+    return f"{align_columns(rows)}\n  {note}"
+
+
+def _span(ranks: Sequence[int]) -> str:
+    """Return ranks as a short text."""
+    if len(ranks) < 3:
+        return " ".join(map(str, ranks))
+    step = ranks[1] - ranks[0]
+    return f"{ranks[0]}-{ranks[-1]}" if step == 1 else f"{ranks[0]} {ranks[1]} .. {ranks[-1]}"
+
+
+def _layers_of(module: nn.Module) -> list[str]:
+    """Return the layers of each stage as text; empty without a model that is cut."""
+    for _, model in pipelined_modules(module):
+        if isinstance(model, LayeredModule | CutBlocks):
+            stages = model.partition.by_stage(model.mesh.layout.placement)
+            return [" ".join(map(_layer_text, chunks)) for chunks in stages]
+    return []
+
+
+def _layer_text(layers: range) -> str:
+    return "-".join(dict.fromkeys([str(layers[0]), str(layers[-1])])) if layers else "none"
+
+
+def _device_choices(mesh: ParallelMesh, capacity: int | None) -> list[TableRow]:
+    """Return a row for each kind of device, and one for the links of the axes.
+
+    Communication: one gather over all ranks, on the CPU.
+    """
+    is_gpu = mesh.device.type == "cuda"
+    kind = torch.cuda.get_device_name(mesh.device) if is_gpu else "CPU"
+    found = all_gather_objects((socket.gethostname(), kind, capacity), mesh.world_cpu)
+    rows = []
+    for (kind, size), number in Counter(device[1:] for device in found).items():
+        hosts = {device[0] for device in found if device[1:] == (kind, size)}
+        where = f"on {len(hosts)} hosts" if len(hosts) > 1 else f"on host {min(hosts)}"
+        each = "" if size is None else f", {size / GIB:.1f} GiB each"
+        rows.append(TableRow("devices", f"{number} x {kind}", where + each))
+    host_of = dict(zip(mesh.world_cpu.ranks, (device[0] for device in found), strict=True))
+    axes: dict[bool, list[str]] = {True: [], False: []}
+    for axis in ("tp", "cp", "dp", "pp"):
+        hosts_of_groups = [set(map(host_of.get, group)) for group in mesh.layout.groups(axis)]
+        if getattr(mesh.layout, axis) > 1:
+            axes[max(map(len, hosts_of_groups)) > 1].append(axis)
+    if len(found) > 1:
+        value = f"{', '.join(axes[True])} between hosts" if axes[True] else "inside one host"
+        inside = f"{', '.join(axes[False])} inside hosts; " if axes[True] and axes[False] else ""
+        rows.append(TableRow("links", value, inside + _links_of(mesh.device)))
+    return rows
+
+
+def _links_of(device: torch.device) -> str:
+    """Describe how a device reaches others of its host."""
+    if device.type != "cuda":
+        return "gloo"
+    others = [index for index in range(torch.cuda.device_count()) if index != device.index]
+    reached = [index for index in others if torch.cuda.can_device_access_peer(device, index)]
+    return f"NCCL; {device} reads the memory of {len(reached)} of {len(others)} GPUs beside it"
 
 
 def warn_of_slow(choices: Iterable[TableRow]) -> None:
@@ -129,8 +253,7 @@ def _layout_choices(
     if layout.world_size > 1:
         parts = f"{num_elements(module):,} of {_num_full_elements(module, mesh):,} parameters"
         reason = (
-            f"{layout.world_size} processes; each model replica has tp x pp x cp of them, and this "
-            f"rank holds {parts}"
+            f"a model replica has {layout.world_size // layout.dp} processes; rank 0 holds {parts}"
         )
     choices = [TableRow("layout", ", ".join(shown), reason)]
     if layout.tp > 1 and any(isinstance(part, LayeredModule) for part in module.modules()):

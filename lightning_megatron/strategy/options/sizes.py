@@ -48,11 +48,7 @@ def check_sizes(
             "and the strategy cannot repeat the backward passes of user code. Use "
             "automatic_optimization=True, or experts.rows=None."
         )
-    loader = arguments.get("train_dataloaders")
-    data = loader if isinstance(loader, LightningDataModule) else arguments.get("datamodule")
-    batch_size, seq_length = getattr(
-        data, "tokens_shape", (getattr(loader, "batch_size", None), None)
-    )
+    data, batch_size, seq_length = _data_of(arguments)
     if getattr(data, "documents", "joined") != "joined" and seq_length is not None:
         # Rows of documents are padded to a length that the ranks divide.
         shards = layout.tp if options.shards_sequence else 1
@@ -76,6 +72,29 @@ def check_sizes(
         check_global_batch(whole, options, layout, may_accumulate(arguments["trainer"]))
     elif isinstance(batch_size, int) and module.automatic_optimization:
         check_batch_size(batch_size, options, layout)
+
+
+def _data_of(arguments: Mapping[str, Any]) -> tuple[Any, int | None, int | None]:
+    """Return the data module of a run, samples of a batch and tokens of a sample, where known."""
+    loader = arguments.get("train_dataloaders")
+    data = loader if isinstance(loader, LightningDataModule) else arguments.get("datamodule")
+    unknown = getattr(loader, "batch_size", None), None
+    return data, *getattr(data, "tokens_shape", unknown)
+
+
+def shape_of_batches(
+    arguments: Mapping[str, Any], layout: ParallelLayout
+) -> tuple[int | None, int | None]:
+    """Return samples and tokens per sample of a data-parallel rank's batches, None if unknown.
+
+    Args:
+        arguments: Arguments of ``fit``, ``validate``, ``test`` or ``predict``, by name.
+    """
+    data, batch_size, seq_length = _data_of(arguments)
+    whole = getattr(data, "global_batch", None)
+    if isinstance(whole, GlobalBatch):
+        batch_size = max(whole.size // layout.dp, 1)
+    return batch_size, seq_length
 
 
 def _configs_of(
