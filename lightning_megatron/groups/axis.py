@@ -141,6 +141,9 @@ class MeshAxis:
 
     def note(self, kind: str) -> tuple[str, str, int, tuple[int, ...]]:
         """Record in the journal that this rank starts a collective next."""
+        # A compiled graph that reads the number would be compiled again at every call.
+        if torch.compiler.is_compiling():
+            return kind, self.name, 0, self.ranks
         return self.journal.note(kind, self.name, self.ranks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshAxis:

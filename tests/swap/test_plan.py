@@ -245,6 +245,9 @@ def test_automatic_plans_leave_the_choice_where_nothing_or_too_much_is_known():
     assert automatic_tensor_plan(twice, mesh_of(tp=2)) is None
     compiled = nn.Sequential(linear(a=(8, 16), b=(16, 8)))
     compiled[0].compile(backend="eager")
+    gathered = {"*.a": "column_gather", "*.b": "row_split"}
+    assert automatic_tensor_plan(compiled, mesh_of(tp=2)) == gathered
+    compiled[0] = torch.compile(linear(a=(8, 16), b=(16, 8)), backend="eager")
     assert automatic_tensor_plan(compiled, mesh_of(tp=2)) is None
     hooked = linear(a=(8, 16), b=(16, 8))
     hooked["a"].register_forward_hook(print)

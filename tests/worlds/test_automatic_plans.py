@@ -542,6 +542,28 @@ def test_what_does_not_fit_the_layout_of_a_plan_is_gathered_with_a_warning() -> 
         check_equal(reports, run_job(replace(job, strategy=None)))
 
 
+class Compiled(Trained):
+    """Train nanoGPT's model, of which a block is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__(MODELS["nanoGPT"])
+        self.net.transformer.h[0].compile(backend="aot_eager")
+
+
+def run_compiled(rank: int, size: int) -> tuple[Report, int]:
+    """Return the report of a fit, and how many graphs were compiled."""
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    report = run_job(Job(Compiled, {"tp": 2}), size)
+    return report, counters["stats"]["unique_graphs"]
+
+
+def test_compiled_blocks_train_without_a_plan_and_are_compiled_once() -> None:
+    ranks = run_world(run_compiled, 2)
+    check_equal([report for report, _ in ranks], twin_of("nanoGPT"))
+    assert all(0 < num_graphs <= 20 for _, num_graphs in ranks)
+
+
 class Summed(ModelSummary):
     """Keep what the summary would print."""
 

@@ -15,7 +15,7 @@ from lightning_megatron.models.stage import PipelinedModule, computed_by
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap.blocks.rules import rules_of
 from lightning_megatron.swap.decide.expert_lists import automatic_experts
-from lightning_megatron.swap.decide.kinds import SWAPPED_AS
+from lightning_megatron.swap.decide.kinds import FULL_VIEWS, SWAPPED_AS, split_kind
 from lightning_megatron.swap.hugging_face.own_code import is_hugging_face
 from lightning_megatron.user_code import is_compiled, refuses_graphs
 
@@ -102,17 +102,18 @@ def automatic_tensor_plan(root: nn.Module, mesh: ParallelMesh) -> dict[str, str]
     """Return a plan that shards linear layers, vocabularies and lists of experts; None without any.
 
     User code sees the outputs of these layers in full, so that it needs no change. Models of this
-    package and of Hugging Face have plans of their own, and blocks of torch.nn are replaced. For
-    compiled modules the choice is the user's.
+    package and of Hugging Face have plans of their own, and blocks of torch.nn are replaced.
+    Compiled code takes no parts for all features: if a module has any, outputs are gathered.
     """
-    is_planned = any(
-        _has_own_plan(part) or hasattr(part, SWAPPED_AS) or is_compiled(part)
-        for part in root.modules()
-    )
-    if is_planned:
+    if any(_has_own_plan(part) or hasattr(part, SWAPPED_AS) for part in root.modules()):
         return None
     tp = mesh.tp.size
     kinds = _pairs(root, tp) | _vocabularies(root) if tp > 1 else {}
+    if any(map(is_compiled, root.modules())):
+        kinds = {
+            name: "column_gather" if split_kind(kind)[0] in FULL_VIEWS else kind
+            for name, kind in kinds.items()
+        }
     plan = _patterns(root, kinds) | _patterns(root, automatic_experts(root, mesh), nn.ModuleList)
     if plan and any("auto" in rules_of(part) for part in root.modules()):
         return {"*": "auto", **plan}
@@ -137,7 +138,8 @@ def _outside_blocks(root: nn.Module) -> dict[str, nn.Module]:
     modules: dict[str, nn.Module] = {}
     block = None
     for name, part in root.named_modules():
-        if block is not None and name.startswith(block):
+        # Nothing is replaced inside the wrapper that torch.compile returns.
+        if "_orig_mod" in name.split(".") or (block is not None and name.startswith(block)):
             continue
         block = f"{name}." if "auto" in rules_of(part) else block
         modules[name] = part
