@@ -180,11 +180,8 @@ def test_flops_of_own_modules_are_those_of_the_whole_module(name, reports):
 
 
 def test_a_wait_for_data_is_that_of_the_rank_that_waits_longest(reports):
-    slow, fast = (
-        [values["train/data_seconds"] for values in reports[name][3].outcomes["values"]]
-        for name in ("dp4", "tp2")
-    )
-    assert min(slow) >= NAP > min(fast)
+    for values in reports["dp4"][3].outcomes["values"]:
+        assert values["train/data_seconds"] >= NAP
 
 
 def test_one_process_measures_the_same_by_every_strategy():
