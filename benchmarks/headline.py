@@ -20,8 +20,8 @@ from benchmarks.launch import add_peer, cells, print_table, run_ours, run_peer
 from benchmarks.measure import merged, option_parser
 from benchmarks.shapes import LAYOUTS, changed
 from benchmarks.train_shapes import add_training, training_line
-from lightning_megatron.plan.budget import GIB, StageMemory, TrainingShape, estimate_memory
-from lightning_megatron.plan.kept_activations import fused_activations
+from lightning_megatron.memory.estimate import estimate_memory
+from lightning_megatron.plan.budget import GIB, StageMemory, TrainingShape
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.recomputation import Recompute
 
@@ -45,7 +45,6 @@ def strategy_options(args: argparse.Namespace) -> dict[str, Any]:
 def estimate(args: argparse.Namespace) -> StageMemory:
     """Estimate the memory of a GPU."""
     config = changed(args.model, layers=args.layers, vocabulary=args.vocabulary)
-    shape = config.memory_shape()
     options = strategy_options(args)
     training = TrainingShape(
         seq_length=config.max_seq_length,
@@ -59,13 +58,13 @@ def estimate(args: argparse.Namespace) -> StageMemory:
         state_bytes=4,
     )
     layout = ParallelLayout(args.devices, ep=args.devices)
-    (memory,) = estimate_memory(shape, layout, training, table=fused_activations(shape))
+    (memory,) = estimate_memory(config, layout, training)
     return memory
 
 
 def estimate_line(memory: StageMemory) -> str:
     """Format an estimate as one line."""
-    parts = ("static", "activations", "loss", "workspace", "communication")
+    parts = ("static", "activations", "workspace", "communication", "shared")
     sizes = ", ".join(f"{name} {getattr(memory, name) / GIB:.1f}" for name in parts)
     return f"estimate: {memory.peak / GIB:.1f} GiB a GPU ({sizes}); the goal is {MOST_GIB:.0f} GiB"
 

@@ -146,7 +146,7 @@ class ParallelMesh:
             torch.cuda.set_device(device)
         builder = GroupBuilder(layout, device, backend, timeout, options)
         groups = _groups(builder, sequence_parallel, overlaps_matmul)
-        random = _random_streams(layout, builder.rank, seed, device)
+        random = random_streams(layout, builder.rank, seed, device)
         is_cut = sequence_parallel and layout.tp > 1
         groups |= {"context": context or ContextLinks(), "loss_chunk": loss_chunk}
         return cls(layout, builder.rank, device, random, is_cut, **groups)
@@ -204,9 +204,10 @@ def _groups(
     }
 
 
-def _random_streams(
+def random_streams(
     layout: ParallelLayout, rank: int, seed: int, device: torch.device
 ) -> RandomStreams:
+    """Return the random streams of a rank."""
     where = layout.coordinates(rank)
     experts = layout.expert_coordinates(rank)
     places = {"tp": where["tp"], "cp": where["cp"], "ep": experts["ep"], "etp": experts["etp"]}

@@ -45,6 +45,26 @@ _GROUPS = 2**32
 _MESHES = 2**32
 
 
+def rank_lists(layout: ParallelLayout) -> dict[str, list[list[int]]]:
+    """Return the ranks of every group of a layout, by axis; only ``checkpoint_cpu`` is missing."""
+    lists = {
+        "world": [list(range(layout.rank_offset, layout.rank_offset + layout.world_size))],
+        "tp": layout.groups("tp"),
+        "cp": layout.groups("cp"),
+        "dp": layout.groups("dp"),
+        "pp": layout.groups("pp"),
+        "data": layout.groups("dp-cp"),
+        "model": layout.groups("tp-pp"),
+        "embedding": layout.embedding_groups(),
+        "position_embedding": layout.position_embedding_groups(),
+        "etp": layout.expert_groups("etp"),
+        "ep": layout.expert_groups("ep"),
+        "edp": layout.expert_groups("edp"),
+    }
+    on_cpu = {f"{name}_cpu": lists[name] for name in GROUP_NAMES}
+    return {**lists, **on_cpu, "experts_cpu": layout.expert_groups("etp-ep")}
+
+
 class GroupBuilder:
     """Builder of the mesh's groups: each distinct group once, in the same order on every rank."""
 
@@ -111,25 +131,10 @@ class GroupBuilder:
 
     def axes(self) -> dict[str, MeshAxis]:
         """Create every axis of the mesh, by field name."""
-        layout = self.layout
-        lists = {
-            "world": [self.ranks],
-            "tp": layout.groups("tp"),
-            "cp": layout.groups("cp"),
-            "dp": layout.groups("dp"),
-            "pp": layout.groups("pp"),
-            "data": layout.groups("dp-cp"),
-            "model": layout.groups("tp-pp"),
-            "embedding": layout.embedding_groups(),
-            "position_embedding": layout.position_embedding_groups(),
-            "etp": layout.expert_groups("etp"),
-            "ep": layout.expert_groups("ep"),
-            "edp": layout.expert_groups("edp"),
+        axes = {
+            name: self._axis(name, groups, "gloo" if name.endswith("_cpu") else self.backend)
+            for name, groups in rank_lists(self.layout).items()
         }
-        axes = {name: self._axis(name, groups, self.backend) for name, groups in lists.items()}
-        for name in GROUP_NAMES:
-            axes[f"{name}_cpu"] = self._axis(f"{name}_cpu", lists[name], "gloo")
-        axes["experts_cpu"] = self._axis("experts_cpu", layout.expert_groups("etp-ep"), "gloo")
         axes["checkpoint_cpu"] = self._checkpoint_axis()
         return axes
 

@@ -19,7 +19,6 @@ from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.latent_attention import LatentAttentionConfig
 from lightning_megatron.plan.model_shape import (
     GATED,
-    MEMORY_OF,
     Activation,
     LossChunk,
     ModelShape,
@@ -340,9 +339,8 @@ class GPTConfig(ModelConfig):
         return 3 * (self.num_layers * (projections + attention) + networks + logits)
 
     def memory_shape(self) -> ModelShape:
-        """Return the sizes that :func:`~lightning_megatron.plan.budget.estimate_memory` needs."""
+        """Return the sizes that count parameters and costs of layers."""
         norms = NORM_POSITIONS[self.norm_position]
-        rotates_halves = self.rotary_size == self.head_size and not self.rotary_interleaved
         return ModelShape(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -353,11 +351,9 @@ class GPTConfig(ModelConfig):
             vocab_size=self.vocab_size,
             vocab_multiple=self.vocab_multiple,
             num_positions=self.max_seq_length if self.position == "learned" else 0,
-            alibi=self.position == "alibi",
             embedding_norm=self.embedding_norm,
             max_seq_length=self.max_seq_length,
             gated=self.is_gated,
-            activation=MEMORY_OF[self.activation],
             norm=self.norm,
             bias=self.bias,
             qkv_bias=self.qkv_bias,
@@ -366,13 +362,9 @@ class GPTConfig(ModelConfig):
             qk_norm=self.qk_norm,
             qk_norm_over=self.qk_norm_over,
             sinks=self.attention_sinks,
-            soft_cap=self.attention_soft_cap is not None,
-            partly_rotated=self.position == "rotary" and not rotates_halves,
-            parallel=self.parallel_residual,
             tied=self.tie_embeddings,
             final_norm=norms.has_final_norm,
             norms_per_layer=norms.num_per_block,
-            dropout=self.hidden_dropout > 0.0,
             window=self.sliding_window,
             window_layers=self.window_layers,
             latent=self.latent_attention,

@@ -22,8 +22,8 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.config_checks import ModelConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.layered import LayeredModule, layered_modules
-from lightning_megatron.plan.eight_bits import linear_sizes
 from lightning_megatron.plan.fp8 import FP8, Backend
+from lightning_megatron.plan.model_shape import linear_sizes
 
 #: Linear layer that can compute in 8 bits.
 Linear = ColumnParallelLinear | RowParallelLinear

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.experts.transport.dispatchers import check_equal_counts
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -20,6 +21,7 @@ from lightning_megatron.layers.fp8.delayed import DelayedScales
 from lightning_megatron.layers.fp8.weight_casts import WeightCasts
 from lightning_megatron.layers.offload import HostOffload
 from lightning_megatron.layers.parameters.init import initialize_
+from lightning_megatron.layers.parameters.parameter_stack import ParameterStack
 from lightning_megatron.layers.recomputed_block import recompute_parts
 from lightning_megatron.models.config_checks import ModelConfig
 from lightning_megatron.models.remote_tensor import RemoteTensor
@@ -297,3 +299,20 @@ def advance_streams(module: Any, model: LayeredModule) -> None:
         rank = trainer.global_rank
         samples = rank, trainer.world_size, 0
         model.mesh.random.begin_microbatch(trainer.fit_loop.total_batch_idx, rank, samples)
+
+
+def neighbours_in(model: nn.Module, names: Mapping[int, str]) -> Iterator[tuple[str, ...]]:
+    """Yield the parameters of a model that must be neighbours in flat buffers.
+
+    Args:
+        names: Names of the parameters by identity.
+    """
+    for part in model.modules():
+        stack: tuple[Tensor, ...] = ()
+        if isinstance(part, ParameterStack):
+            stack = part.parts
+        elif isinstance(part, GroupedMLP) and part.has_biases:
+            # Biases between the weights of experts would separate rows of these weights.
+            stack = (*part.biases(part.first_name), *part.biases("down"))
+        if stack:
+            yield tuple(names[id(parameter)] for parameter in stack)

@@ -3,7 +3,6 @@
 from lightning_megatron.plan.actions import Action as Action
 from lightning_megatron.plan.actions import PipelineUnit as PipelineUnit
 from lightning_megatron.plan.budget import TrainingShape as TrainingShape
-from lightning_megatron.plan.budget import estimate_memory as estimate_memory
 from lightning_megatron.plan.cuda_graphs import CudaGraphs as CudaGraphs
 from lightning_megatron.plan.custom_schedule import custom_schedule as custom_schedule
 from lightning_megatron.plan.graph_slots import GraphSlots as GraphSlots

@@ -1,10 +1,8 @@
-"""Sizes of a GPT-like model that determine its memory, its activations by name, and the parameter
-counts of ranks.
-"""
+"""Sizes of a GPT-like model that count its parameters and the costs of its layers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -20,8 +18,6 @@ Activation: TypeAlias = Literal[
 ]
 """Activation without a gate (``gelu`` is exact) or with one. ``clamped_swiglu`` is that of gpt-oss.
 """
-MemoryKind: TypeAlias = Literal["gelu", "relu", "swiglu", "geglu", "clamped_swiglu"]
-"""Activations with the same memory use."""
 
 #: Factor of the gate inside the sigmoid of ``clamped_swiglu``, which makes it close to GELU.
 GATE_FACTOR = 1.702
@@ -29,16 +25,6 @@ GATE_FACTOR = 1.702
 FEATURE_LIMIT = 7.0
 #: Activations that multiply one half of the features by the other.
 GATED: frozenset[Activation] = frozenset(("swiglu", "geglu", "geglu_tanh", "clamped_swiglu"))
-#: Kind with the same memory use.
-MEMORY_OF: Mapping[Activation, MemoryKind] = {
-    "gelu": "gelu",
-    "gelu_tanh": "gelu",
-    "relu": "relu",
-    "swiglu": "swiglu",
-    "geglu": "geglu",
-    "geglu_tanh": "geglu",
-    "clamped_swiglu": "clamped_swiglu",
-}
 #: Tokens of a chunk; ``auto`` divides only large logits, ``forward`` divides all, and computes the
 #: gradients of summed losses in the forward pass. None divides none.
 LossChunk = Count | Literal["auto", "forward"] | None
@@ -92,7 +78,7 @@ def window_of_layer(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a GPT-like model that determine its memory, and the costs of its layers.
+    """Sizes of a GPT-like model that count its parameters, and the costs of its layers.
 
     Args:
         num_layers: Number of transformer blocks.
@@ -104,12 +90,8 @@ class ModelShape:
         vocab_size: Size of the vocabulary, without padding.
         vocab_multiple: The vocabulary is padded to a multiple of this number times tp.
         num_positions: Rows of a learned position table; 0 for other positions.
-        alibi: Whether attention scores decrease with the distance of query and key (ALiBi).
         max_seq_length: Longest sequence (tokens).
         gated: Whether the MLP has a gate projection in addition to the up projection.
-        activation: Activation of the MLP, which determines what it keeps: "relu" keeps only its
-            result; of the gated ones, "swiglu" has a fused kernel, "geglu" has none, and
-            "clamped_swiglu" always keeps only its input.
         norm: "layernorm" (with a bias if ``bias``) or "rmsnorm" (without).
         bias: Whether linear layers have biases.
         qkv_bias: Whether the projections to queries, keys and values have biases; None means
@@ -120,14 +102,10 @@ class ModelShape:
         qk_norm_over: ``head`` if these norms have the weights of one head, ``layer`` if they have
             those of all heads.
         sinks: Whether each query head has a learned score in the softmax.
-        soft_cap: Whether attention scores are bounded.
         norms_per_layer: Norms of the residual stream in a block.
-        partly_rotated: Whether only a part of each head is rotated, or neighbouring elements are.
-        parallel: Whether attention and MLP read the same residual stream.
         tied: Whether the output head shares its weight with the embedding.
         embedding_norm: Whether there is a norm after the embedding.
         final_norm: Whether there is a norm before the head.
-        dropout: Whether dropout is applied to the residual stream.
         window: Attention window of the layers that have one; they share a mask. None if no layer
             has one (tokens).
         window_layers: Flag for each layer that is true if it has the window; None means all have
@@ -146,10 +124,8 @@ class ModelShape:
     vocab_size: int
     vocab_multiple: int = 128
     num_positions: int = 0
-    alibi: bool = False
     max_seq_length: int = COUNTED_LENGTH
     gated: bool = False
-    activation: MemoryKind = "swiglu"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     bias: bool = False
     qkv_bias: bool | None = None
@@ -158,14 +134,10 @@ class ModelShape:
     qk_norm: bool = False
     qk_norm_over: Literal["head", "layer"] = "head"
     sinks: bool = False
-    soft_cap: bool = False
     norms_per_layer: int = 2
-    partly_rotated: bool = False
-    parallel: bool = False
     tied: bool = False
     embedding_norm: bool = False
     final_norm: bool = True
-    dropout: bool = False
     window: int | None = None
     window_layers: tuple[bool, ...] | None = None
     latent: LatentAttentionConfig | None = None
@@ -322,3 +294,50 @@ class ModelShape:
     @property
     def _norm_parameters(self) -> int:
         return self.hidden_size * (2 if self.norm == "layernorm" and self.bias else 1)
+
+
+#: Output and input features of each linear layer of a rank, by its name in the block (elements).
+LinearSizes = dict[str, tuple[int, int]]
+
+
+def linear_sizes(model: ModelShape, layer: int, tp: int) -> LinearSizes:
+    """Return the sizes of the linear layers of a block, except routers and routed experts.
+
+    Equal to the sizes of the layers that a model builds and cuts over tp.
+
+    Args:
+        layer: Index of the block.
+
+    Raises:
+        ParallelPlanError: If the heads cannot be divided among the ranks.
+    """
+    sizes = {f"attention.{name}": size for name, size in _of_attention(model, tp).items()}
+    if not model.has_experts_in(layer):
+        sizes |= _of_network(model, "mlp", model.ffn_hidden_size, tp)
+    elif model.experts is not None and model.experts.shared_ffn_hidden_size:
+        sizes |= _of_network(model, "mlp.shared", model.experts.shared_ffn_hidden_size, tp)
+    return sizes
+
+
+def _of_network(model: ModelShape, name: str, inner: int, tp: int) -> LinearSizes:
+    up = "gate_up" if model.gated else "up"
+    features = 2 * inner if model.gated else inner
+    return {
+        f"{name}.{up}": (features // tp, model.hidden_size),
+        f"{name}.down": (model.hidden_size, inner // tp),
+    }
+
+
+def _of_attention(model: ModelShape, tp: int) -> LinearSizes:
+    hidden = model.hidden_size
+    if model.latent is None:
+        query, key = model.widths(tp)
+        return {"qkv": (query + 2 * key, hidden), "output": (hidden, query)}
+    latent = model.latent
+    heads = model.num_heads // tp
+    up = latent.plain_dim + latent.value_dim
+    return {
+        "query": (heads * latent.head_dim, latent.query_rank or hidden),
+        "key_value": (heads * up, latent.key_value_rank),
+        "output": (hidden, heads * latent.value_dim),
+    }

@@ -13,81 +13,18 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
-from lightning_megatron.experts.compute.choose_backend import choose_backend
 from lightning_megatron.groups.collectives import all_gather_objects
-from lightning_megatron.layers.attention.choose_core import choose_core
-from lightning_megatron.layers.context_parallel.attend_across import transport_of
-from lightning_megatron.layers.fused.choose_kernels import fused_kernels
+from lightning_megatron.memory.estimate import estimate_memory, estimate_stage
+from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.models.gpt_block import span_of_layer
 from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.nest import leaves
 from lightning_megatron.pipeline.microbatch import count_samples, count_tokens
-from lightning_megatron.plan.budget import (
-    StageMemory,
-    TrainingShape,
-    estimate_memory,
-    static_bytes,
-)
+from lightning_megatron.plan.budget import StageMemory, TrainingShape, static_bytes
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
-from lightning_megatron.plan.kept_activations import (
-    KeptActivations,
-    eager_activations,
-    fused_activations,
-)
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.model_shape import COUNTED_LENGTH, ModelShape
+from lightning_megatron.plan.model_shape import COUNTED_LENGTH
 from lightning_megatron.strategy.run import Run
-
-
-def kept_activations_of(model: GPT) -> KeptActivations:
-    """Return the activations that layers keep for the backward pass on the model's device.
-
-    The result depends on the kernels that the device supports, since fused kernels keep fewer
-    activations.
-
-    Args:
-        model: Model, already on its device.
-    """
-    parameter = next(model.parameters())
-    make = fused_activations if fused_kernels(parameter) is not None else eager_activations
-    config = model.config
-    span = span_of_layer(config, 0)
-    choice = choose_core(
-        parameter.device,
-        parameter.dtype,
-        # The span over whole rows determines the kind of scores.
-        replace(
-            span,
-            window=None,
-            sinks=torch.zeros(config.num_heads) if config.attention_sinks else None,
-        ),
-        dropout=config.attention_dropout,
-        head_dim=config.head_size,
-        value_dim=config.value_size,
-    )
-    # Attention over parts of the keys keeps no scores, because its backward pass recomputes them.
-    transport = transport_of(span, model.mesh, model.context)
-    has_parts_of_keys = model.mesh.cp.size > 1 and transport != "all_to_all"
-    return replace(
-        make(config.memory_shape(), parameter.element_size()),
-        expanded_copies=int(config.kv_heads < config.num_heads and choice.expand_kv),
-        padded_values=choice.pads_values,
-        stores_scores=choice.core == "operators" and not has_parts_of_keys,
-        expert_gradients=int(_makes_expert_gradients(model)),
-    )
-
-
-def _makes_expert_gradients(model: GPT) -> bool:
-    """Return whether the gradients of all experts exist at once before their accumulation."""
-    for layer in model.mixtures.values():
-        first, *rest = layer.experts.weights("down")
-        kind = choose_backend(
-            first.device, first.dtype, 1 + len(rest), first.shape[1], first.shape[0]
-        )
-        return kind.backend == "grouped_mm"
-    return False
-
 
 #: Size of a cuBLAS workspace on Hopper; the thread of the forward pass has a workspace, and so has
 #: that of the backward pass (bytes).
@@ -123,16 +60,16 @@ class MemoryCase:
     """What the estimate of a run's memory depends on; changed fields give that of other options.
 
     Args:
-        model: Sizes of the run's only GPT.
+        model: Configuration of the run's only GPT.
         layout: Sizes of the axes, with the number of layers of each stage.
         training: Settings of the step.
-        table: Activations that layers keep.
+        kind: Kind of the device, "cuda" or "cpu".
     """
 
-    model: ModelShape
+    model: GPTConfig
     layout: ParallelLayout
     training: TrainingShape
-    table: KeptActivations
+    kind: str
 
     @classmethod
     def of(
@@ -165,7 +102,7 @@ class MemoryCase:
             input_bytes=input_bytes,
         )
         layout = replace(run.mesh.layout, stage_layers=model.partition.counts)
-        return cls(model.config.memory_shape(), layout, training, kept_activations_of(model))
+        return cls(model.config, layout, training, run.mesh.device.type)
 
     @classmethod
     def of_batch(cls, run: Run, optimizers: Sequence[Optimizer], batch: Any) -> MemoryCase | None:
@@ -181,7 +118,7 @@ class MemoryCase:
 
     def estimate(self) -> tuple[StageMemory, ...]:
         """Return the estimate of each stage."""
-        return estimate_memory(self.model, self.layout, self.training, table=self.table)
+        return estimate_memory(self.model, self.layout, self.training, self.kind)
 
 
 def estimate_of(run: Run, optimizers: Sequence[Optimizer], batch: Any) -> StageMemory:
@@ -194,7 +131,8 @@ def estimate_of(run: Run, optimizers: Sequence[Optimizer], batch: Any) -> StageM
     stage = run.mesh.pp.rank
     case = MemoryCase.of_batch(run, optimizers, batch)
     if case is not None:
-        return case.estimate()[stage]
+        with suppress(UnsupportedError):
+            return estimate_stage(case.model, case.layout, case.training, stage, case.kind)
     main = run.state.main
     training = training_shape(run, optimizers)
     counts = {run.mesh.data.size: 0, run.mesh.edp.size: 0}
@@ -219,6 +157,8 @@ def estimate_before_batches(
 ) -> tuple[tuple[StageMemory, ...], str]:
     """Estimate the memory of all stages before the first batch, and say for which microbatches.
 
+    Of a GPT only the first rank has a result. Without an estimate the text says why.
+
     Args:
         batch_size: Samples of a batch of this rank, as its loader says; None if that is unknown.
         seq_length: Tokens of a sample; None takes the longest of the model, up to 4,096 (tokens).
@@ -226,18 +166,22 @@ def estimate_before_batches(
     Communication: for modules without a GPT, one gather over the pipeline, on the CPU.
     """
     layout = run.mesh.layout
-    for model in _models_of(run):
+    for model in _models_of(run)[:1]:
+        if run.mesh.world.rank > 0:
+            return (), ""
         length = seq_length or min(model.config.max_seq_length, COUNTED_LENGTH)
         length += -length % (layout.cp * layout.tp)
         size = run.options.microbatch_size
         samples = batch_size or (size if isinstance(size, int) else 1)
-        # What the formulas do not know has no estimate of activations.
-        with suppress(ParallelPlanError, UnsupportedError):
-            case = MemoryCase.of(run, optimizers, samples, length)
-            if case is not None:
-                step = case.training
-                microbatches = f"{step.microbatch_size} x {length:,} tokens"
-                return case.estimate(), f"{step.num_microbatches} microbatches of {microbatches}"
+        case = MemoryCase.of(run, optimizers, samples, length)
+        if case is None:
+            return (), "the memory of several models is not estimated"
+        step = case.training
+        microbatches = f"{step.microbatch_size} x {length:,} tokens"
+        try:
+            return case.estimate(), f"{step.num_microbatches} microbatches of {microbatches}"
+        except (ParallelPlanError, UnsupportedError) as error:
+            return (), str(error)
     stages = all_gather_objects(estimate_of(run, optimizers, None), run.mesh.pp_cpu)
     return tuple(stages), "activations are known for a GPT alone"
 

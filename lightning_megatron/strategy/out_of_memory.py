@@ -138,12 +138,14 @@ def _held_table(
 def _tensor_table(title: str, tensors: Iterator[tuple[Tensor, str]], scale: int) -> str:
     """Return the largest tensors, each memory once under its first name."""
     found: dict[int, tuple[int, str]] = {}
-    for tensor, name in tensors:
-        with suppress(RuntimeError, NotImplementedError):  # tensors without memory of their own
-            storage = tensor.untyped_storage()
-            shape = " x ".join(map(str, tensor.shape))
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            found.setdefault(storage.data_ptr(), (storage.nbytes(), f"{name}: {dtype} {shape}"))
+    # Subclasses, such as weights that are kept in 8 bits, would answer for a copy.
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor, name in tensors:
+            with suppress(RuntimeError, NotImplementedError):  # tensors without memory of their own
+                storage = tensor.untyped_storage()
+                shape = " x ".join(map(str, tensor.shape))
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                found.setdefault(storage.data_ptr(), (storage.nbytes(), f"{name}: {dtype} {shape}"))
     found.pop(0, None)
     largest = sorted(found.values(), reverse=True)[:_NUM_TENSORS]
     lines = [f"  {size / scale:8.2f}  {text}" for size, text in largest]

@@ -27,8 +27,8 @@ from lightning_megatron.layers.parameters.gradient_slot import (
 from lightning_megatron.layers.parameters.init import initialize_
 from lightning_megatron.layers.parameters.parameter_stack import ParameterStack
 from lightning_megatron.layers.parameters.weight_gradient_queue import WeightGradientQueue
+from lightning_megatron.memory.live_memory import LiveMemory
 from tests.layers.small_layers import F_OUT, B, D, S, V, attach_slots, draw, make_cases
-from tests.live_memory import LiveMemory
 from tests.oracles import assert_equal
 
 KINDS = (ColumnParallelLinear, RowParallelLinear)

@@ -13,11 +13,11 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.parameters.init import Initializer, initialize_, sharded_parameter
+from lightning_megatron.memory.live_memory import LiveMemory
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.shards import full_range
-from tests.live_memory import LiveMemory
 
 SIZES = {"max_seq_length": 64, "num_layers": 8}
 CONFIG = GPTConfig.llama(

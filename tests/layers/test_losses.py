@@ -16,9 +16,9 @@ from lightning_megatron.layers.loss.chunked_loss import (
 )
 from lightning_megatron.layers.loss.cross_entropy import LossTerms
 from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.memory.live_memory import LiveMemory
 from lightning_megatron.plan.model_shape import MAX_STORED_BYTES, tokens_of_chunk
 from tests.layers.small_layers import B, D, S, draw, stored_losses
-from tests.live_memory import LiveMemory
 from tests.oracles import assert_equal
 
 MESH = ParallelMesh.single()

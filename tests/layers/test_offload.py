@@ -13,9 +13,9 @@ from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.layers.offload import IN_FLIGHT, Copies
 from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.recomputed_block import RecomputedForward
+from lightning_megatron.memory.live_memory import LiveMemory
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
-from tests.live_memory import LiveMemory
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "max_seq_length": 16, "hidden_size": 32, "num_heads": 4}
 CONFIG = GPTConfig.gpt2(**SIZES, num_layers=6, hidden_dropout=0.1)

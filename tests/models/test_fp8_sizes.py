@@ -17,10 +17,10 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.fp8_layers import _linears, _local_sizes, set_fp8
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.plan.eight_bits import linear_sizes
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.model_shape import linear_sizes
 from lightning_megatron.strategy.options.sizes import check_sizes
-from tests.models.memory import CONFIGS
+from tests.memory.measured import CONFIGS
 from tests.swap.parts import mesh_of
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "max_seq_length": 16, "num_layers": 2, "num_heads": 4}

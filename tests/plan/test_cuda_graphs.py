@@ -6,14 +6,12 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.memory.estimate import estimate_memory
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan import CudaGraphs
-from lightning_megatron.plan.activations import ActivationCosts
-from lightning_megatron.plan.budget import TrainingShape, estimate_memory
+from lightning_megatron.plan.budget import TrainingShape
 from lightning_megatron.plan.cuda_graphs import GraphConditions, GraphScope, check_cuda_graphs
-from lightning_megatron.plan.graph_memory import GraphMemory, graph_memory
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.schedule import Schedule, build_schedule
 from tests.refusals import check_refusals
 
 FINE = GraphConditions(
@@ -104,86 +102,15 @@ def test_runs_that_cannot_be_captured_are_refused():
         check_cuda_graphs(graphs, replace(FINE, **changes))
 
 
-#: A block that keeps 60 of attention and 40 of its MLP, and a head.
-BLOCK = ActivationCosts(
-    boundary=10, layer=100, kept=100, masks=0, layer_forward=20, layer_backward=30, network=40,
-    head=12, head_backward=5, loss_kept=50, loss_forward=70, loss_backward=80, slots=0, waiting=45,
-    head_waiting=8, weight_half=3, captured_attention=50, captured_network=25,
-)  # fmt: skip
-TOKENS = 4
-ID = 8 * TOKENS
-PLAIN = build_schedule("1f1b", 1, 8)
-
-
-def memory(
-    graphs: CudaGraphs, schedule: Schedule = PLAIN, stage: int = 0, count: int = 2, **changes: Any
-) -> GraphMemory:
-    block = replace(BLOCK, **changes)
-    return graph_memory(
-        graphs,
-        schedule,
-        stage,
-        [[block] * count] * schedule.num_chunks,
-        block if changes.get("has_experts") else BLOCK,
-        num_tokens=TOKENS,
-        input_bytes=16,
-        transfers=20 if schedule.num_stages > 1 else 0,
-    )
-
-
-def test_every_slot_of_a_stage_has_a_pool_and_inputs():
-    # Activations of two blocks, the head and the loss stay until the end of the backward pass. Two
-    # sets of graphs have ids and labels; all share the gradients of losses.
-    activations = 2 * 100 + 12 + 50
-    alone = memory(SEGMENTS)
-    assert alone == GraphMemory(activations + (80 + 5), 2 * 2 * ID + 4 * TOKENS)
-    assert memory(SEGMENTS, build_schedule("1f1b", 1, 64)) == alone
-    two = build_schedule("1f1b", 2, 8)
-    assert memory(SEGMENTS, two, 0) == GraphMemory(2 * (2 * 100 + 50), 3 * ID + 10)
-    # The first hidden states are received, and lie in the inputs.
-    last = GraphMemory(activations + 85 - 10, 2 * (10 + ID) + 4 * TOKENS)
-    assert memory(SEGMENTS, two, 1) == last
-    # Weight halves have a pool, and read what is kept where the activations were.
-    per_slot = activations + 85 + 3 - 10
-    halves = memory(SEGMENTS, build_schedule("zb-h1", 2, 8), 1)
-    assert halves == GraphMemory(2 * per_slot, 3 * (10 + ID + 4 * TOKENS))
-    # A graph of a full step has one pool, and the inputs of all microbatches.
-    assert memory(FULL) == GraphMemory(activations + 80 + 5, 8 * TOKENS * 16)
-    assert memory(FULL, two).pools == 2 * 200 + 30 + 20
-
-
-def test_scopes_select_the_counted_memory():
-    expected = {
-        # Each block's attention reads hidden states that eager code writes.
-        ("attention",): (2 * 60 + 50 - 20, 2 * 20 + 10),
-        # Each MLP reads the residual stream, and the output of attention that is added to it.
-        ("mlp",): (2 * 40 + 25, 2 * 40 + 10),
-        # Layers that no graph holds have copies of an output and of a gradient.
-        ("head",): (12 + 50 + 85 - 10 + 2 * 10, 2 * (10 + ID) + 4 * TOKENS),
-        # The embedding keeps a sum and its terms.
-        ("embedding",): (2 * 10 + 2 * 10, 2 * ID),
-    }
-    for scopes, sizes in expected.items():
-        assert memory(CudaGraphs("segments", scopes)) == GraphMemory(*sizes)
-    # Recomputed blocks are captured completely or not at all.
-    assert memory(CudaGraphs("segments", ("attention",)), is_whole=True) == GraphMemory()
-    both = memory(CudaGraphs("segments", ("attention", "mlp")), is_whole=True)
-    assert both.pools == 2 * 100 + 50 - 10
-    # Experts behind a transport of unknown sizes stay eager.
-    mixture = {"has_experts": True, "experts": 30, "returned": 7, "count": 1}
-    static, eager = (
-        memory(SEGMENTS, **mixture, static_transport=is_static) for is_static in (True, False)
-    )
-    assert (static.pools - eager.pools, eager.inputs - static.inputs) == (30, 2 * 7)
-
-
 def test_the_estimate_of_a_stage_has_a_part_for_graphs():
-    model = GPTConfig.gpt2(num_layers=4, hidden_size=64, num_heads=4, vocab_size=128).memory_shape()
+    model = GPTConfig.gpt2(num_layers=4, hidden_size=64, num_heads=4, vocab_size=128)
     layout = ParallelLayout(2, pp=2)
     step = TrainingShape(seq_length=64, num_microbatches=8)
     graphs = replace(step, cuda_graphs=SEGMENTS)
     for eager, captured in zip(
-        estimate_memory(model, layout, step), estimate_memory(model, layout, graphs), strict=True
+        estimate_memory(model, layout, step, "cpu"),
+        estimate_memory(model, layout, graphs, "cpu"),
+        strict=True,
     ):
         assert captured.graphs > eager.graphs == 0
         assert replace(captured, graphs=0) == eager

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.memory.estimate import estimate_memory
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan import (
     LayerCosts,
     ParallelLayout,
     TrainingShape,
-    estimate_memory,
     partition_of,
     read_stage_string,
 )
@@ -161,11 +161,11 @@ def test_a_model_and_its_estimate_divide_layers_by_the_same_costs():
     assert model.partition == config.partition(parallel_layout, 8)
     assert model.partition != config.partition(parallel_layout)
     training = TrainingShape(seq_length=32, num_microbatches=4, loss_chunk=8)
-    shape = config.memory_shape()
     explicit = replace(parallel_layout, stage_layers=model.partition.counts)
-    estimate = estimate_memory(shape, parallel_layout, training)
-    assert estimate == estimate_memory(shape, explicit, training)
-    assert estimate != estimate_memory(shape, parallel_layout, replace(training, loss_chunk=None))
+    estimate = estimate_memory(config, parallel_layout, training, "cpu")
+    assert estimate == estimate_memory(config, explicit, training, "cpu")
+    whole = replace(training, loss_chunk=None)
+    assert estimate != estimate_memory(config, parallel_layout, whole, "cpu")
 
 
 def test_stage_strings_have_the_meaning_of_megatron_core():

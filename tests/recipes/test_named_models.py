@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from lightning_megatron import HuggingFaceCausalLM, LoraSettings, MegatronStrategy, ParallelLayout
+from lightning_megatron.memory.estimate import estimate_memory
 from lightning_megatron.models.config import GPTConfig
-from lightning_megatron.plan.budget import GIB, TrainingShape, estimate_memory, static_bytes
+from lightning_megatron.plan.budget import GIB, TrainingShape, static_bytes
 from lightning_megatron.strategy.optimization.precision import PRECISIONS
 from lightning_megatron.swap.families.known import family_of
 from tests.recipes.test_recipes import NAMES, RECIPES, config_of
@@ -135,7 +136,8 @@ def test_memory_of_a_recipe_fits_its_gpu_and_is_what_its_head_and_the_page_say(
         adapters = sum(static_bytes(size, layout.dp, training).values())
         # Frozen weights have neither gradients nor main parameters nor optimizer states.
         training = replace(training, gradient_bytes=0, main_bytes=0, state_bytes=0)
-    (stage,) = estimate_memory(shape.memory_shape(), layout, training)
+    kind = "cpu" if trainer["accelerator"] == "cpu" else "cuda"
+    (stage,) = estimate_memory(shape, layout, training, kind)
     static, peak = stage.static + adapters, stage.peak + adapters
     head = (RECIPES / f"{name}.yaml").read_text()
     assert re.search(rf"^# Memory of [a-zA-Z ]+: {peak / GIB:.1f} GiB, as estimate_", head, re.M)
@@ -149,6 +151,6 @@ def test_memory_of_a_recipe_fits_its_gpu_and_is_what_its_head_and_the_page_say(
     assert named is None or peak < USABLE * int(named[1]) * 1e9
     if named is not None and model == "qwen3_30b_a3b":
         automatic = replace(training, expert_transport="auto")
-        (worst,) = estimate_memory(shape.memory_shape(), layout, automatic)
+        (worst,) = estimate_memory(shape, layout, automatic)
         assert worst.peak + adapters > int(named[1]) * 1e9, "the recipe can leave its transport out"
         assert f" {(worst.peak + adapters) / GIB:.0f} " in section

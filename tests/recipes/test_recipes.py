@@ -12,9 +12,10 @@ import yaml
 from lightning_megatron import ParallelLayout
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import MissingExtraError
+from lightning_megatron.memory.estimate import estimate_memory
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
-from lightning_megatron.plan.budget import TrainingShape, estimate_memory
+from lightning_megatron.plan.budget import TrainingShape
 from lightning_megatron.strategy.cli import MegatronCLI
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -50,8 +51,7 @@ def gigabytes_of(config: dict[str, Any], world_size: int) -> str:
         microbatch_size=microbatch,
         num_microbatches=data["global_batch_size"] // layout.dp // microbatch,
     )
-    shape = GPTConfig(**model["config"]).memory_shape()
-    (stage,) = estimate_memory(shape, layout, step)
+    (stage,) = estimate_memory(GPTConfig(**model["config"]), layout, step)
     return f"{stage.peak / 2**30:.1f}"
 
 

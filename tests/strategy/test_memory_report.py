@@ -5,8 +5,6 @@ CUDA graphs for pools and copied inputs.
 from __future__ import annotations
 
 import gc
-import weakref
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_megatron import CudaGraphs, GPTConfig
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.recording import RecordingInputs
+from lightning_megatron.memory.graph_pools import MeasuringBackend, PoolMemory
 from lightning_megatron.strategy.callbacks import memory_report
 from lightning_megatron.strategy.callbacks.memory_report import (
     MemoryReport,
@@ -31,7 +28,6 @@ from lightning_megatron.strategy.callbacks.memory_report import (
 from lightning_megatron.strategy.memory_estimate import state_copies
 from tests.fits import Job, Language, Regress, Vectors, run_job, trainer_of
 from tests.graphs.jobs import strategy_of
-from tests.live_memory import LiveMemory
 from tests.tape import EMPTY
 from tests.world import run_world
 
@@ -157,73 +153,16 @@ CAPTURED = {
 }
 
 
-class OwnMemory(LiveMemory):
-    """Live memory of the tensors that operators make, without tensors that existed before."""
+class ZeroingMemory(PoolMemory):
+    """Memory of a pool whose empty tensors are zero: a call between two graphs would write them."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        for argument in tree_leaves((args, kwargs)):
-            if isinstance(argument, Tensor) and argument.untyped_storage()._cdata not in self.sizes:
-                storage = argument.untyped_storage()
-                self.sizes[storage._cdata] = 0
-                weakref.finalize(storage, self._freed, storage._cdata)
         result = super().__torch_dispatch__(function, types, args, kwargs)
         if function.overloadpacket in EMPTY:
-            # A call between two graphs would write it; here graphs compute at their capture.
             result.zero_()
         return result
-
-
-class MeasuredPool:
-    """Pool that tracks the memory that its captures allocate and keep."""
-
-    def __init__(self) -> None:
-        self.memory = OwnMemory()
-
-    def give_up(self, tensor: Tensor) -> Tensor:
-        """Return another tensor, so that the memory of the first is free."""
-        return torch.empty_like(tensor)
-
-
-class MeasuredGraph:
-    """Graph that computes nothing: the results are those of the capture."""
-
-    def replay(self) -> None: ...
-
-    def release(self) -> None: ...
-
-
-class MeasuredCapture:
-    """Capture that runs eagerly, while its pool tracks its live memory."""
-
-    def __init__(self, pool: MeasuredPool) -> None:
-        self.memory = pool.memory
-        self.memory.__enter__()
-
-    def end(self) -> MeasuredGraph:
-        self.memory.__exit__(None, None, None)
-        return MeasuredGraph()
-
-    def abandon(self) -> None:
-        self.end()
-
-
-class MeasuringBackend(CaptureBackend):
-    """Backend whose captures run eagerly, while their pool tracks its live memory."""
-
-    def __init__(self) -> None:
-        self.pools: list[MeasuredPool] = []
-
-    def make_pool(self) -> MeasuredPool:
-        self.pools.append(MeasuredPool())
-        return self.pools[-1]
-
-    def session(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def begin(self, pool: Any, generators: Any = None) -> MeasuredCapture:
-        return MeasuredCapture(pool)
 
 
 class MeasuringReport(MemoryReport):
@@ -231,7 +170,8 @@ class MeasuringReport(MemoryReport):
 
     def __init__(self) -> None:
         super().__init__(after_steps=1)
-        self.backend, self.num_bytes, self.num_pools, self.num_before = MeasuringBackend(), 0, 0, 0
+        self.backend = MeasuringBackend(ZeroingMemory)
+        self.num_bytes, self.num_pools, self.num_before = 0, 0, 0
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)

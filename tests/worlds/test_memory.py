@@ -1,4 +1,4 @@
-"""Estimated memory of ranks that share tensors or experts equals the memory that they hold."""
+"""Ranks that share tensors, experts or stages hold what a trace of a rank without the others needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -14,28 +13,23 @@ from benchmarks.routing import in_turn
 from lightning_megatron.experts.routing import scores
 from lightning_megatron.experts.transport.row_limit import LayerRows, RowLimit
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.models.gpt import GPT
-from lightning_megatron.optimizer import DistributedOptimizerConfig
-from lightning_megatron.plan.budget import TrainingShape, estimate_memory
 from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.plan.layout import ParallelLayout
-from tests.models.memory import (
+from tests.memory.measured import (
     CONFIGS,
-    LENGTH,
     build_model,
-    check_parameters,
-    estimated_kept_bytes,
-    kept_bytes,
+    check_costs,
+    held_costs,
     mixture,
-    saved_bytes,
+    shape_of,
+    traced_costs,
 )
-from tests.models.test_memory import EIGHT_BITS, SIXTEEN_BITS, TOLERANCE
-from tests.optimizer.runs import Run
+from tests.memory.test_estimate import EIGHT_BITS
 from tests.world import run_world
 
-FULL = torch.float32
+HALF, FULL = torch.bfloat16, torch.float32
 #: Dense models, whether ranks share sequences, and whether products are in 8 bits.
 DENSE = (
     ("gpt2", False, False),
@@ -53,55 +47,31 @@ EXPERTS: dict[str, tuple[dict[str, int], bool, Any, float | None, Any, int]] = {
     "puts, limited": ({"ep": 2}, False, "one_sided", 1.25, "none", 0),
     "puts, limited, with clones": ({"ep": 2}, False, "one_sided", 1.25, "none", 2),
 }  # fmt: skip
-SHARED = {"layers": 1, "shared_ffn_hidden_size": 64, "ffn_hidden_size": 64}
-CONFIG = mixture(SHARED, num_kv_heads=2)
-#: Measured and estimated bytes.
-Pair = tuple[Any, Any]
+CONFIG = mixture({"layers": 1, "shared_ffn_hidden_size": 64, "ffn_hidden_size": 64}, num_kv_heads=2)
+Costs = dict[str, int]
 
 
-def dense_pairs(size: int) -> dict[str, Pair]:
-    pairs: dict[str, Pair] = {}
+def dense_costs(size: int) -> dict[str, tuple[Costs, Costs]]:
+    found = {}
     for name, shares, in_8_bits in DENSE:
         layout = ParallelLayout(size, tp=size)
         mesh = ParallelMesh.create(layout, seed=0, sequence_parallel=shares)
-        options = {"tp": size, "sequence_parallel": shares}
         config = EIGHT_BITS[name] if in_8_bits else CONFIGS[name]
-        model = build_model(config, FULL, mesh)
-        if in_8_bits:
-            fp8 = FP8("tensorwise", emulate=True)
-            change = saved_bytes(build_model(config, FULL, mesh, fp8)) - saved_bytes(model)
-            eight, sixteen = (
-                estimated_kept_bytes(config, FULL, kind, **options) for kind in (fp8, SIXTEEN_BITS)
-            )
-            pairs["8 bits"] = change, eight - sixteen
-        else:
-            check_parameters(model, layout)
-            pairs[name] = saved_bytes(model), estimated_kept_bytes(config, FULL, **options)
+        fp8 = FP8("tensorwise", emulate=True) if in_8_bits else None
+        training = shape_of(HALF if in_8_bits else FULL, sequence_parallel=shares, fp8=fp8)
+        model = build_model(config, HALF if in_8_bits else FULL, mesh, fp8)
+        held = held_costs(model, training)
+        found[f"{name} {in_8_bits}"] = held, traced_costs(config, training, layout)
         mesh.destroy()
-    return pairs
-
-
-def permanent_pair(model: GPT, layout: ParallelLayout) -> Pair:
-    """Return the memory of parameters, gradients and states after a step, by part."""
-    named = dict(model.named_parameters())
-    division = DistributedOptimizerConfig(main_dtype=FULL)
-    run = Run(named, model.mesh, division, torch.optim.AdamW)
-    run.backward({name: torch.ones_like(parameter) for name, parameter in named.items()})
-    run.finish()
-    run.step()
-    states = [value for state in run.optimizer.state.values() for value in state.values()]
-    held = {**run.main.memory(), "optimizer": sum(value.nbytes for value in states)}
-    shape = model.config.memory_shape()
-    (estimate,) = estimate_memory(shape, layout, TrainingShape(seq_length=LENGTH))
-    return held, {part: getattr(estimate, part) for part in held}
+    return found
 
 
 def select_in_turn(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -> Tensor:
     return in_turn(logits.shape[0], config.top_k, config.num_experts, logits.device)
 
 
-def expert_pairs(size: int) -> dict[str, Pair]:
-    pairs: dict[str, Pair] = {}
+def expert_costs(size: int) -> dict[str, tuple[Costs, Costs]]:
+    found = {}
     for name, (sizes, shares, transport, rows, recompute, places) in EXPERTS.items():
         layout = ParallelLayout(size, **sizes)
         mesh = ParallelMesh.create(layout, sequence_parallel=shares)
@@ -111,33 +81,24 @@ def expert_pairs(size: int) -> dict[str, Pair]:
             layer.transport = transport
             layer.row_limit = LayerRows(limit, number, mesh.ep.size)
             layer.clones = ExpertClones(places) if places else None
-        check_parameters(model, layout)
-        estimate = estimated_kept_bytes(
-            CONFIG, torch.bfloat16, recompute=recompute, sequence_parallel=shares, tp=layout.tp,
-            ep=layout.ep, etp=layout.etp, expert_rows=rows, clone_places=places, transport=transport,
+        training = shape_of(
+            HALF, sequence_parallel=shares, expert_transport=transport, expert_rows=rows,
+            recompute=recompute, clone_places=places,
         )  # fmt: skip
-        # The weights of clones have memory that no layer keeps.
-        estimate += places * 3 * SHARED["ffn_hidden_size"] * CONFIG.hidden_size * 2
         even = patch.object(scores, "select_experts", select_in_turn)
         with even, nullcontext() if rows is None else limit.limit_rows():
-            pairs[name] = kept_bytes(model, patience=0.5), estimate
-        if rows is None:
-            pairs[f"permanent, {name}"] = permanent_pair(model, layout)
+            held = held_costs(model, training)
+        found[name] = held, traced_costs(CONFIG, training, layout)
         mesh.destroy()
-    return pairs
+    return found
 
 
-def measure(rank: int, size: int) -> dict[str, Pair]:
-    return dense_pairs(size) | expert_pairs(size)
+def measure(rank: int, size: int) -> dict[str, tuple[Costs, Costs]]:
+    return dense_costs(size) | expert_costs(size)
 
 
-def test_memory_of_ranks_that_share_tensors_or_experts_equals_the_estimate() -> None:
-    for pairs in run_world(measure, 2):
-        for name, (measured, estimate) in pairs.items():
-            if name in EXPERTS:
-                assert measured == pytest.approx(estimate, rel=0.025), name
-            elif name == "8 bits":
-                assert measured == pytest.approx(estimate, abs=TOLERANCE)
-            else:
-                tolerance = 0.02 if name.startswith("permanent") else 0.015
-                assert estimate == pytest.approx(measured, rel=tolerance), name
+def test_ranks_that_share_tensors_or_experts_hold_what_a_lone_rank_needs() -> None:
+    for found in run_world(measure, 2):
+        for name, (held, traced) in found.items():
+            # A thread of the communication library frees sent tensors a moment later.
+            check_costs(held, traced, 0.03, name)

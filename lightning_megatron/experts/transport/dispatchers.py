@@ -259,7 +259,7 @@ class AllToAllDispatcher(Dispatcher):
         """Read row counts on the host, and start to send the rows."""
         counts = prepared.counts
         assert counts is not None, "`prepare` has counted the rows"
-        sends, receives = counts.totals.tolist()
+        sends, receives = counts.read()
         # Rows of selections that were dropped (-1) lie past those that are sent.
         rows, scales = (
             start_all_to_all_rows(_first_rows(tensor, sum(sends)), sends, receives, self.axis)

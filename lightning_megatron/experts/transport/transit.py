@@ -26,6 +26,11 @@ class RowCounts:
     received: Int[Tensor, "ranks experts"]
     totals: Int[Tensor, "2 ranks"]
 
+    def read(self) -> tuple[list[int], list[int]]:
+        """Return the totals on the host, which waits for the device."""
+        sent, received = self.totals.tolist()
+        return sent, received
+
 
 @dataclass(frozen=True)
 class PreparedTokens:

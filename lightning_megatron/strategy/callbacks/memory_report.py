@@ -24,7 +24,7 @@ from lightning_megatron.strategy.memory_estimate import (
     held_bytes,
 )
 
-_PER_STEP = ("activations", "loss", "workspace", "communication", "libraries", "casts")
+_PER_STEP = ("activations", "workspace", "communication", "shared", "libraries")
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class MemoryReport(Callback):
 
     The report measures parameters, gradients, main parameters and optimizer state. On GPUs it also
     measures the peak of torch's allocator, whose statistics it resets when training starts. The
-    estimate comes from :func:`~lightning_megatron.plan.budget.estimate_memory`, and includes
+    estimate comes from :func:`~lightning_megatron.memory.estimate.estimate_memory`, and includes
     activations for modules with a :class:`GPT`.
 
     With CUDA graphs the report also waits for their eager steps. A row shows the memory of the

@@ -79,8 +79,8 @@ def show_choices(
     The choices of all stages are shown, because some layers may be on later stages only.
 
     Args:
-        memory: Estimate of each stage.
-        microbatches: What the estimate is for.
+        memory: Estimate of each stage; empty without one, and on other ranks.
+        microbatches: What the estimate is for, or why there is none.
 
     Communication: one gather over the pipeline, one of devices and a sum over all ranks, and that
         of the choice of a token transport, if the module has experts.
@@ -100,7 +100,9 @@ def show_choices(
         # Layers of one kind have the same rows.
         *dict.fromkeys(choice for stage in choices_by_stage for choice in stage),
     ]
-    picture = picture_of(mesh.layout, _layers_of(module), memory, capacity, microbatches)
+    picture = f"memory is not estimated: {microbatches}"
+    if memory:
+        picture = picture_of(mesh.layout, _layers_of(module), memory, capacity, microbatches)
     table = table_of(choices, "rank 0" if mesh.pp.size == 1 else "pipeline of rank 0")
     rank_zero_info(f"{table}\n\n{picture}\n")
     warn_of_slow(choices)

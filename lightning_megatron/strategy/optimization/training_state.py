@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,13 +11,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.graphs.effects import EffectObservers
 from lightning_megatron.graphs.update_graph import Update, UpdateGraph
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.fp8.scaling import Scaling
-from lightning_megatron.layers.parameters.parameter_stack import ParameterStack
 from lightning_megatron.models.fp8_layers import weights_in_eight_bits
+from lightning_megatron.models.layered import neighbours_in
 from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.optimizer.clip import Clipping, Deferral, StepClipping
 from lightning_megatron.optimizer.fused_update import (
@@ -93,7 +92,7 @@ class TrainingState:
         self._chunks = self._chunks_of_parameters()
         parameters = dict(module.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
-        stacks = [tuple(map(names.__getitem__, map(id, stack))) for stack in self._stacks()]
+        stacks = [stack for model in self._models for stack in neighbours_in(model, names)]
         #: Linear layers whose weights are kept in 8 bits, by the names of the weights.
         self._eight_bits = weights_in_eight_bits(module) if optimizers else {}
         main = self.main = MainParameters(
@@ -332,13 +331,3 @@ class TrainingState:
         return {
             key: chunks.pop() if len(chunks) == 1 else None for key, chunks in chunks_by_id.items()
         }
-
-    def _stacks(self) -> Iterator[tuple[Tensor, ...]]:
-        """List the parameters that must be neighbours in flat buffers."""
-        for model in self._models:
-            for part in model.modules():
-                if isinstance(part, ParameterStack):
-                    yield part.parts
-                elif isinstance(part, GroupedMLP) and part.has_biases:
-                    # Biases between the weights of experts would separate rows of these weights.
-                    yield (*part.biases(part.first_name), *part.biases("down"))

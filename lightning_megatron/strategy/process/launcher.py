@@ -91,7 +91,17 @@ class MegatronLauncher(SubprocessScriptLauncher):
             try:
                 return function(*args, **kwargs)
             except torch.OutOfMemoryError as error:
-                error.add_note(f"\n{self._explain(error)}")
+                try:
+                    report = self._explain(error)
+                except (
+                    AttributeError,
+                    LookupError,
+                    RuntimeError,
+                    TypeError,
+                    ValueError,
+                ) as failure:
+                    report = f"What was held is unknown: {type(failure).__name__}: {failure}"
+                error.add_note(f"\n{report}")
                 raise
 
     @override

@@ -1,0 +1,143 @@
+"""Memory of one microbatch in one chunk of a stage, traced on a pretended device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from lightning_megatron.memory.lone_stage import LoneStage
+from lightning_megatron.models.stage import StageCursor, StageDone
+from lightning_megatron.plan.actions import Action
+
+
+@dataclass(frozen=True)
+class ChunkCosts:
+    """Bytes that one microbatch needs in one chunk of a stage, besides permanent memory.
+
+    Args:
+        kept: What the chunk keeps from its forward pass to its backward pass.
+        forward: Peak of the forward pass.
+        backward: Peak of the backward pass, or of its input half; ``kept`` is part of it.
+        waiting: What the input half keeps for the weight half.
+        weight_half: Peak of the weight half; ``waiting`` is part of it.
+        host: What the chunk keeps in the memory of the host.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+    waiting: int = 0
+    weight_half: int = 0
+    host: int = 0
+
+
+@dataclass(frozen=True)
+class StepPoint:
+    """Moment of a step, with the memory besides permanent memory.
+
+    Args:
+        name: "forward", "backward" or "optimizer step".
+        in_flight: Microbatches, over all chunks, whose activations exist.
+        kept: What they keep (bytes).
+        workspace: What the running pass needs besides that (bytes).
+    """
+
+    name: str
+    in_flight: int
+    kept: int
+    workspace: int
+
+
+def moments(actions: Iterable[Action], chunks: Sequence[ChunkCosts]) -> Iterator[StepPoint]:
+    """Yield the moments of the largest memory in each action of a stage.
+
+    Args:
+        actions: Actions in execution order.
+        chunks: Costs of the stage's chunks.
+    """
+    kept = num_kept = 0
+    for action in actions:
+        costs = chunks[action.chunk]
+        if action.kind == "F":
+            kept += costs.kept
+            num_kept += 1
+            yield StepPoint("forward", num_kept, kept, costs.forward - costs.kept)
+            continue
+        is_weight_half = action.kind == "W"
+        before = costs.waiting if is_weight_half else costs.kept
+        peak = costs.weight_half if is_weight_half else costs.backward
+        yield StepPoint("backward", num_kept, kept, peak - before)
+        kept -= before
+        if action.kind == "I":
+            kept += costs.waiting
+        else:
+            num_kept -= 1
+
+
+class ChunkTrace:
+    """Forward and backward passes of one chunk of a lone stage."""
+
+    def __init__(self, stage: LoneStage, chunk: int) -> None:
+        self._device = stage.device
+        self._model = stage.model
+        self._queue = stage.reducer.weight_gradients
+        self._tokens = stage.tokens
+        self._chunk = chunk
+        self._is_first = self._model.is_first_stage(chunk)
+        self._is_last = self._model.is_last_stage(chunk)
+        rank = self._model.mesh.pp.rank
+        self._is_halved = any(action.kind == "W" for action in stage.schedule.actions(rank))
+
+    def run(self) -> ChunkCosts:
+        """Run a microbatch through the chunk, and return its costs."""
+        device = self._device
+        host = device.host
+        start = device.restart()
+        inputs, outputs = self._forward()
+        host = device.host - host
+        forward = device.peak - start
+        kept = device.restart() - start
+        if not self._is_halved:
+            self._backward(inputs, outputs)
+            return ChunkCosts(kept, forward, device.peak - start, host=host)
+        with self._queue.open("half"):
+            self._backward(inputs, outputs)
+        backward = device.peak - start
+        waiting = device.restart() - start
+        self._queue.run("half")
+        return ChunkCosts(kept, forward, backward, waiting, device.peak - start, host)
+
+    def _forward(self) -> tuple[list[Tensor], list[Any]]:
+        """Run the forward pass; return its received tensors, and where backward passes start."""
+        model = self._model
+        tokens = self._tokens
+        if self._is_first and self._is_last:
+            return [], [model(tokens, labels=tokens, sums=True) / tokens.numel()]
+        received = []
+        if not self._is_first:
+            shape, dtype = model.boundary(tokens)
+            received = [torch.empty(shape, dtype=dtype, requires_grad=True)]
+        model.cursor = StageCursor(self._chunk, received)
+        try:
+            loss = model(tokens, labels=tokens, sums=True) / tokens.numel()
+            return received, [loss]
+        except StageDone:
+            # The output is freed as soon as it has been sent.
+            return received, [get_gradient_edge(output) for output in model.cursor.sent]
+        finally:
+            model.cursor = None
+
+    def _backward(self, inputs: list[Tensor], outputs: list[Any]) -> None:
+        """Run the backward pass, and free what both passes used."""
+        gradients: list[Tensor | None] = [None]
+        if not self._is_last:
+            shape, dtype = self._model.boundary(self._tokens)
+            gradients = [torch.empty(shape, dtype=dtype)]
+        torch.autograd.backward(outputs, gradients)
+        outputs.clear()
+        inputs.clear()
