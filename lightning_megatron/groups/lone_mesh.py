@@ -44,15 +44,15 @@ class _NoCollectives:
 class _OwnMemory(PeerMemory):
     """Symmetric memory of which only this rank's buffer exists."""
 
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__()
+        self._num_ranks = num_ranks
+
     @override
     def reason_unavailable(
         self, group: Any, device: torch.device, missing: str | None = None
     ) -> str | None:
         return f"ranks are on {device.type}" if device.type != "cuda" else None
-
-    def __init__(self, num_ranks: int) -> None:
-        super().__init__()
-        self._num_ranks = num_ranks
 
     @override
     def _grow(self, group: Any, num_bytes: int, device: torch.device, use: PeerUse) -> PeerRegion:

@@ -25,9 +25,11 @@ from torch.nn import functional as F
 from torch.utils._device import _device_constructors
 from typing_extensions import override
 
+import lightning_megatron.kernels
 from lightning_megatron.experts.compute import backends, choose_backend
 from lightning_megatron.experts.transport.transit import RowCounts
 from lightning_megatron.groups.lone_mesh import functions_of_groups
+from lightning_megatron.layers.attention import flex
 from lightning_megatron.layers.fused import choose_kernels
 from lightning_megatron.memory.live_memory import LiveMemory
 from lightning_megatron.plan.grouped_gemm import workspace_bytes
@@ -196,6 +198,7 @@ class PretendedDevice(LiveMemory):
         choice = choose_kernels.KernelChoice(_kernels_without_launches(), "the device is pretended")
         self._put(stack, choose_kernels, "_choose", partial(_answer, choice))
         self._put(stack, choose_backend, "_reason_against_bundled", partial(_answer, None))
+        self._put(stack, flex, "_called", _attended_by_flex)
         self._put(stack, backends, "launch", _launch)
         self._put(stack, backends, "launch_swiglu", _launch_swiglu)
 
@@ -259,6 +262,15 @@ def _on_gpu(
     return result
 
 
+def _attended_by_flex(
+    query: Tensor, key: Tensor, value: Tensor, *_: Any, return_aux: Any = None
+) -> Any:
+    """Attention by FlexAttention, which keeps what flash attention keeps."""
+    rows = [tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)]
+    result, log_sums, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*rows)
+    return result if return_aux is None else (result, SimpleNamespace(lse=log_sums))
+
+
 def _on_cpu(
     query: Tensor,
     key: Tensor,
@@ -285,7 +297,8 @@ def _kernels_without_launches() -> ModuleType:
 
     Their functions allocate their results and launch nothing.
     """
-    with patch.dict(sys.modules):
+    # The package keeps its real kernels, if it has loaded them.
+    with patch.dict(sys.modules), patch.dict(vars(lightning_megatron.kernels)):
         for name in [name for name in sys.modules if name.startswith(_KERNELS)]:
             del sys.modules[name]
         for name in _TRITON:

@@ -174,6 +174,26 @@ def test_a_step_with_a_long_row_needs_what_a_gpu_has_held(recompute, loss_chunk,
     assert estimate.peak / GIB == pytest.approx(held, rel=0.002)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"position": "alibi"},
+        {"attention_soft_cap": 30.0},
+        {"attention_sinks": True},
+        {"sliding_window": 9},
+        {"attention_dropout": 0.1},
+    ],
+    ids=str,
+)
+def test_every_core_of_attention_can_be_traced_for_a_gpu(settings):
+    sizes = {**SIZES, "hidden_size": 128, "num_heads": 2, "num_layers": 2}
+    plain, changed_model = (
+        estimate_memory(GPTConfig.gpt2(**sizes, **more), ParallelLayout(1), TrainingShape(seq_length=64))
+        for more in ({}, settings)
+    )  # fmt: skip
+    assert changed_model[0].peak == pytest.approx(plain[0].peak, rel=0.1)
+
+
 # ---- sizes and stages
 
 GPT2, LARGE_LLAMA = GPTConfig.gpt2(), GPTConfig.llama(num_layers=16, vocab_size=131072)

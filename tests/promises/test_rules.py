@@ -114,7 +114,7 @@ BUDGETS: dict[str, int] = {
     "groups": 2360,
     "kernels": 4750,
     "layers": 7760,
-    "memory": 730,
+    "memory": 740,
     "models": 4400,
     "optimizer": 3120,
     "pipeline": 780,
