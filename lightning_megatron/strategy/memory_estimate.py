@@ -101,6 +101,9 @@ class MemoryCase:
             loss_chunk=model.loss_chunk,
             input_bytes=input_bytes,
         )
+        if _is_mostly_frozen(model):
+            # Of adapters, what they keep besides is left out.
+            training = replace(training, gradient_bytes=0, main_bytes=0, state_bytes=0)
         layout = replace(run.mesh.layout, stage_layers=model.partition.counts)
         return cls(model.config, layout, training, run.mesh.device.type)
 
@@ -132,7 +135,8 @@ def estimate_of(run: Run, optimizers: Sequence[Optimizer], batch: Any) -> StageM
     case = MemoryCase.of_batch(run, optimizers, batch)
     if case is not None:
         with suppress(UnsupportedError):
-            return estimate_stage(case.model, case.layout, case.training, stage, case.kind)
+            traced = estimate_stage(case.model, case.layout, case.training, stage, case.kind)
+            return _with_static(run, optimizers, traced)
     main = run.state.main
     training = training_shape(run, optimizers)
     counts = {run.mesh.data.size: 0, run.mesh.edp.size: 0}
@@ -163,10 +167,11 @@ def estimate_before_batches(
         batch_size: Samples of a batch of this rank, as its loader says; None if that is unknown.
         seq_length: Tokens of a sample; None takes the longest of the model, up to 4,096 (tokens).
 
-    Communication: for modules without a GPT, one gather over the pipeline, on the CPU.
+    Communication: one gather over the pipeline, on the CPU.
     """
     layout = run.mesh.layout
     for model in _models_of(run)[:1]:
+        held = all_gather_objects(_static_parts(run, optimizers), run.mesh.pp_cpu)
         if run.mesh.world.rank > 0:
             return (), ""
         length = seq_length or min(model.config.max_seq_length, COUNTED_LENGTH)
@@ -179,11 +184,32 @@ def estimate_before_batches(
         step = case.training
         microbatches = f"{step.microbatch_size} x {length:,} tokens"
         try:
-            return case.estimate(), f"{step.num_microbatches} microbatches of {microbatches}"
+            stages = [replace(e, **parts) for e, parts in zip(case.estimate(), held, strict=True)]
+            return tuple(stages), f"{step.num_microbatches} microbatches of {microbatches}"
         except (ParallelPlanError, UnsupportedError) as error:
             return (), str(error)
     stages = all_gather_objects(estimate_of(run, optimizers, None), run.mesh.pp_cpu)
     return tuple(stages), "activations are known for a GPT alone"
+
+
+def _is_mostly_frozen(model: GPT) -> bool:
+    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    return 2 * trained < sum(one.numel() for one in model.parameters())
+
+
+def _static_parts(run: Run, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """Return the static memory of this rank with the states that its optimizers will have."""
+    main = run.state.main
+    owned = sum(buffer.plan.shard_size for buffer in main.buffers)
+    return main.memory() | {"optimizer": owned * training_shape(run, optimizers).state_bytes}
+
+
+def _with_static(run: Run, optimizers: Sequence[Optimizer], estimate: StageMemory) -> StageMemory:
+    """Return an estimate for all parameters with the static memory of those that are trained."""
+    main = run.state.main
+    if all(main.parameter(name).requires_grad for name in main.names):
+        return estimate
+    return replace(estimate, **_static_parts(run, optimizers))
 
 
 def _models_of(run: Run) -> list[GPT]:

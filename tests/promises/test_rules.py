@@ -119,7 +119,7 @@ BUDGETS: dict[str, int] = {
     "optimizer": 3120,
     "pipeline": 780,
     "plan": 3710,
-    "strategy": 13410,
+    "strategy": 13430,
     "swap": 8940,
     "tasks": 4520,
 }

@@ -8,6 +8,7 @@ import gc
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from lightning_megatron import CudaGraphs, GPTConfig
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.graphs.recording import RecordingInputs
 from lightning_megatron.memory.graph_pools import MeasuringBackend, PoolMemory
+from lightning_megatron.plan.budget import StageMemory
+from lightning_megatron.strategy import megatron_strategy as strategy_module
 from lightning_megatron.strategy.callbacks import memory_report
 from lightning_megatron.strategy.callbacks.memory_report import (
     MemoryReport,
@@ -128,6 +131,42 @@ def test_memory_of_ordinary_modules_is_counted_and_their_peak_is_unknown():
     assert "n/a" in report.table()
     with pytest.raises(UnsupportedError, match="the strategy is SingleDeviceStrategy"):
         run_job(Job(make, callbacks=lambda: [MemoryReport()], **options))
+
+
+class FrozenBlocks(Language):
+    """A language model of which only the head and the embedding are trained."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        assert self.model is not None
+        self.model.layers.requires_grad_(False)
+
+
+def frozen_fit(rank: int, size: int) -> list[Any]:
+    config = replace(GPT2, num_layers=12)
+    return [reports_of(partial(FrozenBlocks, config), size, {"pp": size}), shown_of(config, size)]
+
+
+def shown_of(config: GPTConfig, size: int) -> tuple[StageMemory, ...]:
+    """Return the estimates of all stages that the start of a fit shows."""
+    shown: list[Any] = []
+    with patch.object(
+        strategy_module, "show_choices", lambda *arguments: shown.append(arguments[4])
+    ):
+        reports_of(partial(FrozenBlocks, config), size, {"pp": size})
+    return shown[0]
+
+
+def test_frozen_parameters_have_no_gradients_and_states_in_the_estimates():
+    (first, shown), (second, others) = run_world(frozen_fit, 2)
+    assert first == second
+    assert others == ()
+    for report, estimate in zip(first, shown, strict=True):
+        held = sum(report.held.values())
+        assert report.estimate.static == pytest.approx(held, rel=0.01)
+        assert estimate.static == pytest.approx(held, rel=0.01)
+        assert held < 12 * report.estimate.num_parameters
+        assert estimate.activations > 0
 
 
 def test_state_copies_of_optimizers_are_recognized():
