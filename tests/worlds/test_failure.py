@@ -43,8 +43,8 @@ parameters                        0.29   0.29
 gradients                         0.29   0.29
 main parameters                   0.00   0.00
 optimizer                         0.58   0.58
-activations and all else          0.48  38.84
-together                          1.63  40.00
+activations and all else          0.53  38.84
+together                          1.69  40.00
 reserved, but unused                    15.00
 outside of torch's allocator             8.00
 capacity                                64.00
@@ -56,15 +56,15 @@ largest tensors (MiB)
       0.09  exp_avg_sq of model.head.weight: float64 384 x 32
       0.09  exp_avg of model.head.weight: float64 384 x 32
 
-38.37 MiB are more than the estimate: look for tensors that your code or a callback keeps from step to step.
+38.31 MiB are more than the estimate: look for tensors that your code or a callback keeps from step to step.
 
-what would help (MiB of the fullest stage, now 1.73)  estimate  saves
-microbatch_size=1                                         1.45   0.28
-recompute='full_except_core'                              1.41   0.32
-recompute='full'                                          1.39   0.34
-tp=2 on 4 ranks                                           0.95   0.78
-pp=4 on 4 ranks                                           1.34   0.39
-cp=2 on 4 ranks                                           1.16   0.57
+what would help (MiB of the fullest stage, now 1.74)  estimate  saves
+microbatch_size=1                                         1.46   0.28
+recompute='full_except_core'                              1.47   0.27
+recompute='full'                                          1.46   0.29
+tp=2 on 4 ranks                                           0.96   0.78
+pp=4 on 4 ranks                                           1.35   0.39
+cp=2 on 4 ranks                                           1.18   0.56
 
 PYTORCH_ALLOC_CONF=expandable_segments:True lets the allocator use what it has reserved in pieces.
 
