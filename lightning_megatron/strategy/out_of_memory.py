@@ -182,8 +182,15 @@ def _known_tensors(
     for value in gc.get_objects():
         # An attribute of a lazy object may import a module, so that the type is asked.
         if issubclass(type(value), Tensor) and value.device.type == run.mesh.device.type:
-            made_by = "" if value.grad_fn is None else f", made by {value.grad_fn.name()}"
-            yield value, f"a tensor{made_by}"
+            yield value, f"a tensor{_origin_of(value)}"
+
+
+def _origin_of(tensor: Tensor) -> str:
+    """Return the operator that made a tensor, as words; nothing without or with an invalid one."""
+    with suppress(RuntimeError):  # autograd refuses views whose base was written
+        if tensor.grad_fn is not None:
+            return f", made by {tensor.grad_fn.name()}"
+    return ""
 
 
 def _savings_table(case: MemoryCase, unit: str, scale: int) -> str:

@@ -73,7 +73,14 @@ def test_advice_for_modules_without_an_estimate_is_by_what_they_hold(monkeypatch
     full = DeviceMemory(30 * GIB, 31 * GIB, GIB, 40 * GIB)
     monkeypatch.setattr(out_of_memory, "device_memory", lambda device: full)
     make = partial(FullVectors, partial(nn.Linear, 8, 8))
+    # A view of which autograd refuses to tell the origin.
+    base = torch.ones(2, requires_grad=True) * 1
+    with torch.no_grad():
+        refused = base[:1]
+    base.mul_(2)
     note = explanation(Job(make, {}, data=partial(Vectors, (8,)), norms=False))
+    with pytest.raises(RuntimeError, match="no_grad mode"):
+        refused.grad_fn  # noqa: B018
     assert re.search(r"^activations and all else +n/a +30.00$", note, re.MULTILINE)
     assert re.search(r"^half the samples of a microbatch +15.00$", note, re.MULTILINE)
     # A gibibyte that is reserved in pieces is no tenth of the capacity.
