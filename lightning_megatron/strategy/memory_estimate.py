@@ -92,9 +92,13 @@ class MemoryCase:
             return None
         model = models[0]
         rule = run.options.microbatches(run.mesh.layout)
+        # Rows may have a token more than the model reads, such as the last label.
+        shards = run.mesh.layout.cp * run.mesh.layout.tp
+        length = min(seq_length, model.config.max_seq_length)
+        length = max(shards, length - length % shards)
         training = replace(
             training_shape(run, optimizers),
-            seq_length=seq_length,
+            seq_length=length,
             microbatch_size=min(rule.size_for(num_samples), num_samples),
             num_microbatches=rule.count_for(num_samples),
             recompute=model.recompute,
@@ -134,7 +138,7 @@ def estimate_of(run: Run, optimizers: Sequence[Optimizer], batch: Any) -> StageM
     stage = run.mesh.pp.rank
     case = MemoryCase.of_batch(run, optimizers, batch)
     if case is not None:
-        with suppress(UnsupportedError):
+        with suppress(ParallelPlanError, UnsupportedError):
             traced = estimate_stage(case.model, case.layout, case.training, stage, case.kind)
             return _with_static(run, optimizers, traced)
     main = run.state.main
