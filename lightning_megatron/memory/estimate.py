@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
@@ -11,6 +12,7 @@ from lightning_megatron.memory.lone_stage import LoneStage
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.budget import StageMemory, TrainingShape, check_shape
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.recomputation import Recomputation
 
 #: Number of estimates that are remembered.
 _REMEMBERED = 1024
@@ -53,6 +55,8 @@ def estimate_stage(
 ) -> StageMemory:
     """Estimate the memory of one stage, as :func:`estimate_memory` does."""
     check_shape(layout, training)
+    # A mapping or a list cannot be remembered.
+    training = replace(training, recompute=Recomputation.of(training.recompute))
     try:
         return _traced(config, layout, training, stage, kind)
     except (ParallelPlanError, UnsupportedError):

@@ -44,7 +44,7 @@ RECOMPUTATIONS: dict[str, Any] = {
     "full": "full",
     "norms": Recomputation(("norms",)),
     "all cheap parts": Recomputation(("norms", "activations", "selective")),
-    "two whole layers": Recomputation(("full",), layers=2),
+    "two whole layers": {"parts": ["full"], "layers": 2},
     "norms of the last layer": Recomputation(("norms",), layers=1, at="last"),
 }
 VARIANTS = list(product((HALF, FULL), RECOMPUTATIONS, (None, 96, "forward"), ("1f1b", "zb-h1")))
