@@ -46,6 +46,10 @@ class PoolMemory(LiveMemory):
     @override
     def _count(self, tensor: Tensor) -> None:
         super()._count(tensor)
+        self.hide(tensor)
+
+    def hide(self, tensor: Tensor) -> None:
+        """Let nothing outside count a tensor that is, or stands for, memory of the pool."""
         if self._outside is not None:
             self._outside.leave_out([tensor])
 
@@ -53,15 +57,13 @@ class PoolMemory(LiveMemory):
 class MeasuringPool:
     """Pool that tracks the memory that its captures allocate and keep."""
 
-    def __init__(self, memory: PoolMemory, outside: LiveMemory | None) -> None:
+    def __init__(self, memory: PoolMemory) -> None:
         self.memory = memory
-        self._outside = outside
 
     def give_up(self, tensor: Tensor) -> Tensor:
         """Return another tensor, so that the memory of the first is free."""
         other = torch.empty_like(tensor)
-        if self._outside is not None:
-            self._outside.leave_out([other])
+        self.memory.hide(other)
         return other
 
 
@@ -112,7 +114,7 @@ class MeasuringBackend(CaptureBackend):
 
     @override
     def make_pool(self) -> MeasuringPool:
-        self.pools.append(MeasuringPool(self._make(self._outside), self._outside))
+        self.pools.append(MeasuringPool(self._make(self._outside)))
         return self.pools[-1]
 
     @override

@@ -13,6 +13,7 @@ from torch.optim import AdamW
 
 from lightning_megatron.experts.transport.row_limit import LayerRows, RowLimit
 from lightning_megatron.groups.lone_mesh import lone_mesh
+from lightning_megatron.half_types import default_dtype
 from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.memory.pretended_device import PretendedDevice
 from lightning_megatron.models.config import GPTConfig
@@ -26,7 +27,7 @@ from lightning_megatron.plan.budget import TrainingShape
 from lightning_megatron.plan.custom_schedule import build_order
 from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.schedule import Schedule
+from lightning_megatron.plan.schedule import NAMED_SCHEDULES, Schedule
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
@@ -74,7 +75,7 @@ class LoneStage:
             loss_chunk=training.loss_chunk,
         )
         with device:
-            with _default_dtype(_DTYPES[training.activation_bytes]):
+            with default_dtype(_DTYPES[training.activation_bytes]):
                 model = GPT(config, mesh, seed=0)
             limit = _set_options(model, training, kind)
             if training.fp8 is not None:
@@ -89,7 +90,8 @@ class LoneStage:
             parts = buffer.parameters, buffer.gradients, buffer.main_parameters
             device.leave_out([part for part in parts if part is not None])
         # Later microbatches repeat what the first ones of a pipeline do, unless all are kept.
-        repeats = training.schedule != "gpipe"
+        named = NAMED_SCHEDULES.get(str(training.schedule))
+        repeats = named is not None and not named.keeps_all
         most = 4 * layout.pp if repeats else training.num_microbatches
         schedule = build_order(
             training.schedule,
@@ -155,13 +157,3 @@ def put_into_buffers(model: GPT, training: TrainingShape) -> MainParameters:
         if isinstance(linear.scaling, Scaling):
             linear.scaling = linear.scaling.reading(main.stored_weight(weights))
     return main
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

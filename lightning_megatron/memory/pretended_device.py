@@ -77,12 +77,12 @@ class PretendedDevice(LiveMemory):
     @override
     def __enter__(self) -> PretendedDevice:
         self._thread = get_ident()
-        is_gpu = self.device.type == "cuda"
+        kind = self.device.type
         with ExitStack() as stack:
             self._patch_tensors(stack)
             self._patch_groups(stack)
-            self._put(stack, F, "scaled_dot_product_attention", _on_gpu if is_gpu else _on_cpu)
-            if is_gpu:
+            self._put(stack, F, "scaled_dot_product_attention", partial(_attended, kind))
+            if kind == "cuda":
                 self._patch_gpu(stack)
             super().__enter__()
             self._stack = stack.pop_all()
@@ -243,7 +243,8 @@ class _Stream(SimpleNamespace):
         return lambda *_, **__: _Stream()
 
 
-def _on_gpu(
+def _attended(
+    kind: str,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -251,14 +252,19 @@ def _on_gpu(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,
+    **_: Any,
 ) -> Tensor:
-    """Attention of torch on a GPU of compute capability 9.0, by the kernel that it chooses."""
-    name = "cudnn" if attn_mask is None and query.dtype.itemsize == 2 else "efficient"
-    kernel: Any = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention")
-    result: Tensor = kernel(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[
-        0
-    ]
+    """Attention of torch on a kind of device, by the kernel that it chooses there."""
+    kernels: Any = torch.ops.aten
+    if kind == "cpu":
+        kernel = kernels._scaled_dot_product_flash_attention_for_cpu
+        results = kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+    else:
+        name = "cudnn" if attn_mask is None and query.dtype.itemsize == 2 else "efficient"
+        kernel = getattr(kernels, f"_scaled_dot_product_{name}_attention")
+        options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+        results = kernel(query, key, value, attn_mask, True, **options)
+    result: Tensor = results[0]
     return result
 
 
@@ -269,23 +275,6 @@ def _attended_by_flex(
     rows = [tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)]
     result, log_sums, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*rows)
     return result if return_aux is None else (result, SimpleNamespace(lse=log_sums))
-
-
-def _on_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Attention of torch on a CPU."""
-    kernel: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    options = {"attn_mask": attn_mask, "scale": scale}
-    result: Tensor = kernel(query, key, value, dropout_p, is_causal, **options)[0]
-    return result
 
 
 # ---- kernels of Triton
@@ -330,6 +319,7 @@ class _Stub(ModuleType):
     """Module of Triton: decorators return kernels that no launch runs, all else is unused."""
 
     __path__: list[str] = []
+    tensor = Tensor
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -337,8 +327,6 @@ class _Stub(ModuleType):
         if name == "constexpr":
             return _Constant
         return _decorate
-
-    tensor = Tensor
 
 
 def _decorate(function: Any = None, *_: Any, **__: Any) -> Any:

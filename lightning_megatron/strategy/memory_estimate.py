@@ -173,20 +173,18 @@ def estimate_before_batches(
 
     Communication: one gather over the pipeline, on the CPU.
     """
-    layout = run.mesh.layout
-    for model in _models_of(run)[:1]:
+    models = _models_of(run)
+    if models:
         held = all_gather_objects(_static_parts(run, optimizers), run.mesh.pp_cpu)
         if run.mesh.world.rank > 0:
             return (), ""
-        length = seq_length or min(model.config.max_seq_length, COUNTED_LENGTH)
-        length += -length % (layout.cp * layout.tp)
         size = run.options.microbatch_size
         samples = batch_size or (size if isinstance(size, int) else 1)
-        case = MemoryCase.of(run, optimizers, samples, length)
+        case = MemoryCase.of(run, optimizers, samples, seq_length or COUNTED_LENGTH)
         if case is None:
             return (), "the memory of several models is not estimated"
         step = case.training
-        microbatches = f"{step.microbatch_size} x {length:,} tokens"
+        microbatches = f"{step.microbatch_size} x {step.seq_length:,} tokens"
         try:
             stages = [replace(e, **parts) for e, parts in zip(case.estimate(), held, strict=True)]
             return tuple(stages), f"{step.num_microbatches} microbatches of {microbatches}"

@@ -104,7 +104,7 @@ EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transforme
 # Lines of code, without blank lines, comments and docstrings, that a room may have. Budgets only fall:
 # a change that needs more deletes as much elsewhere, or says in its message why it cannot.
 BUDGETS: dict[str, int] = {
-    "beside rooms": 720,
+    "beside rooms": 730,
     "checkpoint": 2850,
     "cli": 3200,
     "data": 3860,
@@ -114,12 +114,12 @@ BUDGETS: dict[str, int] = {
     "groups": 2360,
     "kernels": 4750,
     "layers": 7760,
-    "memory": 740,
+    "memory": 730,
     "models": 4400,
     "optimizer": 3120,
     "pipeline": 780,
     "plan": 3710,
-    "strategy": 13430,
+    "strategy": 13420,
     "swap": 8940,
     "tasks": 4520,
 }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_megatron.errors import SpeedWarning, UnsupportedError
+from lightning_megatron.half_types import default_dtype
 from lightning_megatron.optimizer.loss_scale import DynamicLossScale
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.optimization.training_state import TrainingState
@@ -159,7 +160,7 @@ class MegatronPrecision(Precision):
 
     @override
     def tensor_init_context(self) -> AbstractContextManager:
-        return _default_dtype(self.dtypes.parameters) if self.dtypes.is_default else nullcontext()
+        return default_dtype(self.dtypes.parameters) if self.dtypes.is_default else nullcontext()
 
     @override
     def module_init_context(self) -> AbstractContextManager:
@@ -281,13 +282,3 @@ def _precision_around(plugin: TransformerEnginePrecision) -> str:
             "with fallback_compute_dtype=torch.bfloat16 for main parameters in float32."
         )
     return names[types]
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
