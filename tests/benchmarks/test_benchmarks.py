@@ -12,10 +12,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.forecast import CASES
 from benchmarks.grouped_gemm import PASSES, calls, draw, relative_error
 from benchmarks.loss import operands, variants
 from benchmarks.measure import option_parser
-from benchmarks.memory import CASES
 from benchmarks.shapes import SHAPES
 from benchmarks.train_shapes import add_training, parser, training_line
 from lightning_megatron import GPT, GPTConfig, MegatronStrategy

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.memory import CASES
+from benchmarks.forecast import CASES
 from benchmarks.shapes import changed
 from lightning_megatron import FP8, CudaGraphs, ParallelLayout, Recomputation
 from lightning_megatron.memory.estimate import estimate_memory
