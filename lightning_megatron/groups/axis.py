@@ -111,6 +111,9 @@ class MeshAxis:
         overlaps_matmul: Whether matrix products on GPUs are cut into pieces that overlap with their
             communication.
         peer_memory: Symmetric memory that the ranks of the group write into.
+        lines: Axes of this rank's row and column, if many ranks form a rectangle. Collectives on
+            the CPU run over both, one after the other: gloo passes sums and objects around a ring,
+            which takes about 2 sqrt(n) steps instead of n.
     """
 
     name: str
@@ -123,6 +126,7 @@ class MeshAxis:
     )
     overlaps_matmul: bool = False
     peer_memory: PeerMemory = field(default_factory=PeerMemory, compare=False, repr=False)
+    lines: tuple[MeshAxis, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def size(self) -> int:

@@ -6,8 +6,9 @@ that autograd has recorded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -219,7 +220,9 @@ def _check_divides(x: Tensor, axis: MeshAxis, dim: int) -> None:
 
 def all_reduce_(x: Tensor, axis: MeshAxis, op: ReduceOp = "sum") -> Tensor:
     """Reduce ``x`` over the axis in place and return it, without autograd."""
-    if axis.group is not None:
+    for line in axis.lines:
+        all_reduce_(x, line, op)
+    if axis.group is not None and not axis.lines:
         axis.note("all_reduce")
         axis.launcher.run(lambda: dist.all_reduce(x, op=REDUCE_OPS[op], group=axis.group), x)
         if op == "mean":
@@ -229,7 +232,9 @@ def all_reduce_(x: Tensor, axis: MeshAxis, op: ReduceOp = "sum") -> Tensor:
 
 def broadcast_(x: Tensor, axis: MeshAxis, source: int = 0) -> Tensor:
     """Copy ``x`` from position ``source`` to all ranks in place and return it, without autograd."""
-    if axis.group is not None:
+    for line, place in _lines_from(axis, source):
+        broadcast_(x, line, place)
+    if axis.group is not None and not axis.lines:
         axis.note("broadcast")
         axis.launcher.run(lambda: dist.broadcast(x, axis.ranks[source], group=axis.group), x)
     return x
@@ -239,6 +244,9 @@ def all_gather_objects(obj: Any, axis: MeshAxis) -> list[Any]:
     """Gather a picklable object from every rank of the axis, as a list by position."""
     if axis.group is None:
         return [obj]
+    if axis.lines:
+        row, column = axis.lines
+        return list(chain.from_iterable(all_gather_objects(all_gather_objects(obj, row), column)))
     objects: list[Any] = [None] * axis.size
     axis.note("all_gather_object")
     axis.launcher.wait(lambda: dist.all_gather_object(objects, obj, group=axis.group))
@@ -249,6 +257,10 @@ def gather_objects(obj: Any, axis: MeshAxis) -> list[Any]:
     """Gather a picklable object from every rank of the axis on its first rank; others get none."""
     if axis.group is None:
         return [obj]
+    if axis.lines:
+        row, column = axis.lines
+        parts = gather_objects(obj, row)
+        return list(chain.from_iterable(gather_objects(parts, column) if row.is_first else []))
     objects: list[Any] | None = [None] * axis.size if axis.rank == 0 else None
     axis.note("gather_object")
     root = axis.ranks[0]
@@ -260,11 +272,25 @@ def broadcast_object(obj: Any, axis: MeshAxis, source: int = 0) -> Any:
     """Return the picklable object of position ``source`` on all ranks of the axis."""
     if axis.group is None:
         return obj
+    for line, place in _lines_from(axis, source):
+        obj = broadcast_object(obj, line, place)
+    if axis.lines:
+        return obj
     objects = [obj]
     axis.note("broadcast_object")
     root = axis.ranks[source]
     axis.launcher.wait(lambda: dist.broadcast_object_list(objects, root, group=axis.group))
     return objects[0]
+
+
+def _lines_from(axis: MeshAxis, source: int) -> Iterator[tuple[MeshAxis, int]]:
+    """Yield the lines over which a broadcast passes this rank, with the senders' positions."""
+    if axis.lines:
+        row, column = axis.lines
+        row_of_source, place = divmod(source, row.size)
+        if column.rank == row_of_source:
+            yield row, place
+        yield column, row_of_source
 
 
 def is_world(group: Any) -> bool:
@@ -285,7 +311,9 @@ def ranks_of_call(arguments: Sequence[Any]) -> tuple[int, ...] | None:
 
 def barrier(axis: MeshAxis, device: torch.device | None = None) -> None:
     """Wait until every rank of the axis has arrived."""
-    if axis.group is None:
+    for line in axis.lines:
+        barrier(line, device)
+    if axis.group is None or axis.lines:
         return
     axis.note("barrier")
     devices = None

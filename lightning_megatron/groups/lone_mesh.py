@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_megatron.groups.axis import CollectiveLauncher, MeshAxis, Work
 from lightning_megatron.groups.mesh import ParallelMesh, random_streams
-from lightning_megatron.groups.mesh_groups import rank_lists
+from lightning_megatron.groups.mesh_groups import groups_of_rank
 from lightning_megatron.groups.peer_memory import PeerMemory, PeerRegion, PeerUse
 from lightning_megatron.plan.context_transport import ContextLinks
 from lightning_megatron.plan.layout import ParallelLayout
@@ -103,8 +103,7 @@ def lone_mesh(
     # With a group layers call their collectives; those of Python objects need none.
     group: Any = object()
     axes: dict[str, Any] = {}
-    for name, lists in rank_lists(layout).items():
-        ranks = next((tuple(ranks) for ranks in lists if rank in ranks), (rank,))
+    for name, ranks in groups_of_rank(layout, rank).items():
         axes[name] = MeshAxis(
             name,
             ranks,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -17,7 +17,7 @@ from lightning_megatron.groups.collective_matmul import release_workspace
 from lightning_megatron.groups.fingerprint import check_same_in_store
 from lightning_megatron.groups.host_values import HostValues
 from lightning_megatron.groups.journal import Journal
-from lightning_megatron.groups.mesh_groups import GroupBuilder, groups_of_part
+from lightning_megatron.groups.mesh_groups import GroupBuilder, MeshGroups
 from lightning_megatron.groups.nccl_options import NcclOptions
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.plan.context_transport import ContextLinks
@@ -190,10 +190,7 @@ def _groups(
 ) -> dict[str, Any]:
     """Create the groups of a layout, and return the fields of the mesh that belong to them."""
     # Ranks with different layouts would wait for each other while they create groups.
-    number = builder.compare(sequence_parallel)
-    is_part = builder.is_part
-    with groups_of_part(builder.layout.rank_offset, number) if is_part else nullcontext():
-        axes = builder.axes()
+    axes = builder.axes(builder.compare(sequence_parallel))
     axes["tp"] = replace(axes["tp"], overlaps_matmul=overlaps_matmul)
     return {
         **axes,
@@ -230,13 +227,14 @@ def ranks_on_cpu(mesh: ParallelMesh) -> Iterator[MeshAxis]:
     number = check_same_in_store(
         default_store(), world.ranks[world.rank], world.ranks, {}, _TIMEOUT
     )
-    is_part = world.size != dist.get_world_size()
-    with groups_of_part(world.ranks[0], number) if is_part else nullcontext():
-        group = dist.new_group(list(world.ranks), backend="gloo")
+    again = MeshGroups(world.ranks, number).create_on_cpu(
+        0, world.ranks, world.ranks[world.rank], None
+    )
     try:
-        yield replace(world, group=group, journal=Journal())
+        yield replace(again, name=world.name)
     finally:
-        dist.destroy_process_group(group)
+        for axis in (again, *again.lines):
+            dist.destroy_process_group(axis.group)
 
 
 def _is_registered(group: dist.ProcessGroup) -> bool:

@@ -1,13 +1,13 @@
-"""Construction of a mesh's process groups: each distinct group once, in one order on every rank."""
+"""Construction of a mesh's process groups: on each rank only its own, each distinct one once."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import wraps
+from math import isqrt
 from types import FrameType
 from typing import Any
 
@@ -27,7 +27,7 @@ from lightning_megatron.groups.nccl_options import (
     read_nccl_options,
     torch_options,
 )
-from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.layout import DENSE_AXES, EXPERT_AXES, ParallelLayout
 
 #: Default time that a collective may wait for a rank, by the device of its tensors.
 DEFAULT_TIMEOUTS = {
@@ -39,34 +39,109 @@ DEFAULT_TIMEOUTS = {
 CHECKPOINT_TIMEOUT = timedelta(hours=2)
 #: Axes whose messages must not queue behind large ones on a GPU.
 _HIGH_PRIORITY = ("cp", "pp", "ep")
-#: Number of group numbers that are reserved for one mesh.
-_GROUPS = 2**32
-#: Number of mesh numbers that are reserved for the layouts with the same first rank.
+#: Largest number of ranks whose NCCL communicators are split from that of all ranks, and whose
+#: groups on the CPU have no lines (ranks).
+FEW_RANKS = 64
+#: Number of ranks, of meshes of the same ranks, and of places in the order of a mesh's groups, for
+#: which numbers of groups are reserved.
+_RANKS = 2**32
 _MESHES = 2**32
+_PLACES = 2**16
 
 
-def rank_lists(layout: ParallelLayout) -> dict[str, list[list[int]]]:
-    """Return the ranks of every group of a layout, by axis; only ``checkpoint_cpu`` is missing."""
-    lists = {
-        "world": [list(range(layout.rank_offset, layout.rank_offset + layout.world_size))],
-        "tp": layout.groups("tp"),
-        "cp": layout.groups("cp"),
-        "dp": layout.groups("dp"),
-        "pp": layout.groups("pp"),
-        "data": layout.groups("dp-cp"),
-        "model": layout.groups("tp-pp"),
-        "embedding": layout.embedding_groups(),
-        "position_embedding": layout.position_embedding_groups(),
-        "etp": layout.expert_groups("etp"),
-        "ep": layout.expert_groups("ep"),
-        "edp": layout.expert_groups("edp"),
+def groups_of_rank(layout: ParallelLayout, rank: int) -> dict[str, tuple[int, ...]]:
+    """Return the ranks of each group of one rank, by axis; only ``checkpoint_cpu`` is missing."""
+    first = layout.rank_offset
+    dense = layout.dense_grid
+    expert = layout.expert_grid
+    stages = dense.group_of(rank, ["pp"])
+    tied = stages[:1] if layout.loss_stage == 0 else (stages[0], stages[layout.loss_stage])
+    groups = {axis: dense.group_of(rank, [axis]) for axis in DENSE_AXES}
+    groups |= {axis: expert.group_of(rank, [axis]) for axis in EXPERT_AXES[:-1]}
+    groups |= {
+        "world": tuple(range(first, first + layout.world_size)),
+        "data": dense.group_of(rank, ["dp", "cp"]),
+        "model": dense.group_of(rank, ["tp", "pp"]),
+        # A middle stage is in no such group, and has a group of one rank.
+        "embedding": tied if rank in tied else (rank,),
+        "position_embedding": (rank,),
     }
-    on_cpu = {f"{name}_cpu": lists[name] for name in GROUP_NAMES}
-    return {**lists, **on_cpu, "experts_cpu": layout.expert_groups("etp-ep")}
+    on_cpu = {f"{name}_cpu": groups[name] for name in GROUP_NAMES}
+    return {**groups, **on_cpu, "experts_cpu": expert.group_of(rank, ["etp", "ep"])}
+
+
+@dataclass(frozen=True)
+class MeshGroups:
+    """Groups of a mesh, with the numbers by which their ranks find each other in the shared store.
+
+    torch counts groups, so that every rank must create the groups of all ranks. These numbers
+    follow from a group's ranks and its place in the mesh.
+
+    Args:
+        ranks: Ranks of the layout.
+        mesh: Number of this mesh among those of the same ranks.
+    """
+
+    ranks: Sequence[int]
+    mesh: int
+
+    def create(
+        self, place: int, ranks: Sequence[int], *, splits: bool = False, **options: Any
+    ) -> dist.ProcessGroup:
+        """Create a group.
+
+        Args:
+            place: Number of the group among those of one rank.
+            splits: Whether torch splits an NCCL communicator from that of all ranks, which must
+                then all call this. Otherwise only the ranks of the group call it.
+        """
+        world = distributed_c10d._world
+        default = distributed_c10d._get_default_group()
+        count = world.group_count
+        device = default.bound_device_id
+        job = ((self.ranks[0] + 1) * _RANKS + self.ranks[-1]) * _MESHES + self.mesh
+        world.group_count = (job * _PLACES + place) * _RANKS + ranks[0]
+        if not splits:
+            default.bound_device_id = None
+        try:
+            return dist.new_group(list(ranks), **options)
+        finally:
+            world.group_count = count
+            default.bound_device_id = device
+
+    def create_on_cpu(
+        self, place: int, ranks: tuple[int, ...], rank: int, timeout: timedelta | None
+    ) -> MeshAxis:
+        """Create a gloo group, and for many ranks the groups of its lines.
+
+        Args:
+            place: Number of the group among those of one rank; the next two are those of its lines.
+            rank: Global rank of this process.
+        """
+        index = ranks.index(rank)
+        axis = MeshAxis("", ranks, index)
+        if len(ranks) == 1:
+            return axis
+        group = self.create(place, ranks, timeout=timeout, backend="gloo")
+        width = _length_of_rows(len(ranks)) if len(ranks) > FEW_RANKS else 1
+        if width == 1:
+            return replace(axis, group=group)
+        row, column = divmod(index, width)
+        lines = (ranks[row * width : (row + 1) * width], ranks[column::width])
+        across = [
+            self.create_on_cpu(place + number, line, rank, timeout)
+            for number, line in enumerate(lines, 1)
+        ]
+        return replace(axis, group=group, lines=tuple(across))
+
+
+def _length_of_rows(num_ranks: int) -> int:
+    """Return the largest divisor up to the square root: sums over lines then take fewest steps."""
+    return next(width for width in range(isqrt(num_ranks), 0, -1) if num_ranks % width == 0)
 
 
 class GroupBuilder:
-    """Builder of the mesh's groups: each distinct group once, in the same order on every rank."""
+    """Builder of the groups of this rank in a mesh, each distinct one once."""
 
     def __init__(
         self,
@@ -87,7 +162,7 @@ class GroupBuilder:
         }
         self.created: list[dist.ProcessGroup] = []
         self.rank = layout.rank_offset
-        self.ranks = list(range(self.rank, self.rank + layout.world_size))
+        self.ranks = range(self.rank, self.rank + layout.world_size)
         self.is_part = False
         self.journal = Journal()
         self.launcher = CollectiveLauncher()
@@ -129,74 +204,80 @@ class GroupBuilder:
             return check_same_in_store(default_store(), self.rank, self.ranks, fields, patience)
         return 0
 
-    def axes(self) -> dict[str, MeshAxis]:
-        """Create every axis of the mesh, by field name."""
+    def axes(self, number: int) -> dict[str, MeshAxis]:
+        """Create every axis of the mesh, by field name.
+
+        Args:
+            number: Number of this mesh among those of the same ranks.
+        """
+        mesh = MeshGroups(self.ranks, number)
+        own = groups_of_rank(self.layout, self.rank)
         axes = {
-            name: self._axis(name, groups, "gloo" if name.endswith("_cpu") else self.backend)
-            for name, groups in rank_lists(self.layout).items()
+            name: self._axis(mesh, place * 3, name, ranks)
+            for place, (name, ranks) in enumerate(own.items())
         }
-        axes["checkpoint_cpu"] = self._checkpoint_axis()
+        # A separate group, which waits for slow disks. A thread uses it, beside what counts and
+        # times the collectives of the mesh.
+        longest = max(self.timeout or CHECKPOINT_TIMEOUT, CHECKPOINT_TIMEOUT)
+        saving = mesh.create_on_cpu(len(own) * 3, own["world"], self.rank, longest)
+        axes["checkpoint_cpu"] = self._owned(replace(saving, name="checkpoint_cpu"))
         return axes
 
-    def _checkpoint_axis(self) -> MeshAxis:
-        """Create a separate group of all ranks that is not counted and waits for slow disks."""
-        ranks = self.ranks
-        if len(ranks) == 1:
-            return MeshAxis("checkpoint_cpu", (self.rank,))
-        longest = max(self.timeout or CHECKPOINT_TIMEOUT, CHECKPOINT_TIMEOUT)
-        group = dist.new_group(ranks, timeout=longest, backend="gloo")
-        self.created.append(group)
-        return MeshAxis("checkpoint_cpu", tuple(ranks), ranks.index(self.rank), group)
-
-    def _axis(self, name: str, groups: Sequence[Sequence[int]], backend: str) -> MeshAxis:
+    def _axis(self, mesh: MeshGroups, place: int, name: str, ranks: tuple[int, ...]) -> MeshAxis:
+        backend = "gloo" if name.endswith("_cpu") else self.backend
         options = self.options.get(name, {}) if backend == "nccl" else {}
+        # torch splits a communicator from that of all ranks, which is fast for few ranks. For many,
+        # each group would wait for all ranks.
+        splits = backend == "nccl" and not self.is_part and len(self.ranks) <= FEW_RANKS
+        of_all = (groups_of_rank(self.layout, rank)[name] for rank in self.ranks)
+        groups = tuple(dict.fromkeys(of_all)) if splits else (ranks,)
         # The messages of one group queue on one stream. cp often has the ranks of data, and its
         # layers would wait behind the gradients and parameters in flight on the data axis.
-        key = (backend, tuple(map(tuple, groups)), tuple(sorted(options.items())), name == "cp")
+        key = (backend, groups, tuple(sorted(options.items())), name == "cp")
         if key not in self._cache:
-            self._cache[key] = self._create(groups, backend, options)
-        axis = self._cache[key]
-        return replace(axis, name=name, journal=self.journal, launcher=self.launcher)
+            if backend == "nccl":
+                axis = self._create_nccl(mesh, place, groups, options, splits)
+            else:
+                axis = mesh.create_on_cpu(place, ranks, self.rank, self.timeout)
+            shared = replace(axis, name=name, journal=self.journal, launcher=self.launcher)
+            self._cache[key] = self._owned(shared)
+        return replace(self._cache[key], name=name, ranks=ranks, rank=ranks.index(self.rank))
 
-    def _create(
-        self, groups: Sequence[Sequence[int]], backend: str, options: Mapping[str, Any]
+    def _owned(self, axis: MeshAxis) -> MeshAxis:
+        """Return an axis that the mesh destroys, with lines that are named and counted like it."""
+        if axis.group is not None:
+            self.created.append(axis.group)
+        named = zip(axis.lines, (f"{axis.name} rows", f"{axis.name} columns"), strict=False)
+        lines = [
+            self._owned(replace(line, name=name, journal=axis.journal, launcher=axis.launcher))
+            for line, name in named
+        ]
+        return replace(axis, lines=tuple(lines))
+
+    def _create_nccl(
+        self,
+        mesh: MeshGroups,
+        place: int,
+        groups: Sequence[tuple[int, ...]],
+        options: Mapping[str, Any],
+        splits: bool,
     ) -> MeshAxis:
-        # A rank outside of all groups gets a group of one rank, such as a middle stage, which is
-        # not in the embedding group.
-        axis = MeshAxis("", (self.rank,), 0, None)
+        axis = MeshAxis("", (self.rank,))
         for ranks in groups:
             if len(ranks) == 1:
                 continue
-            only_nccl: dict[str, Any] = {}
-            if backend == "nccl":
-                only_nccl = {"pg_options": torch_options(options), "device_id": self.device}
-            group = dist.new_group(list(ranks), timeout=self.timeout, backend=backend, **only_nccl)
+            group = mesh.create(
+                place,
+                ranks,
+                splits=splits,
+                timeout=self.timeout,
+                backend="nccl",
+                pg_options=torch_options(options),
+                device_id=self.device,
+            )
             if self.rank in ranks:
-                axis = MeshAxis("", tuple(ranks), list(ranks).index(self.rank), group)
-                self.created.append(group)
+                axis = replace(axis, group=group)
         return axis
-
-
-@contextmanager
-def groups_of_part(rank_offset: int, number: int) -> Iterator[None]:
-    """Let ``new_group`` run on the ranks of one layout only.
-
-    Every rank numbers its groups by itself, and torch uses these numbers as names in the shared
-    store. torch also splits NCCL communicators from that of all ranks, which requires all ranks to
-    take part. Inside this context, the numbers are unique to this layout and mesh, and torch
-    creates communicators from scratch.
-    """
-    world = distributed_c10d._world
-    default = distributed_c10d._get_default_group()
-    count = world.group_count
-    device = default.bound_device_id
-    world.group_count = ((rank_offset + 1) * _MESHES + number) * _GROUPS
-    default.bound_device_id = None
-    try:
-        yield
-    finally:
-        world.group_count = count
-        default.bound_device_id = device
 
 
 def watch_world_size(note: Callable[[FrameType], None]) -> Callable[[], None]:

@@ -68,6 +68,13 @@ class Grid:
             groups.append([self.rank_offset + base + member for member in members])
         return groups
 
+    def group_of(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
+        """Return the group of a global rank, one of :meth:`groups`, without the other groups."""
+        ordered = [axis for axis in self.axes if axis in set(axes)]
+        position = self.coordinates(rank)
+        first = rank - sum(position[axis] * self.stride(axis) for axis in ordered)
+        return tuple(first + offset for offset in self._offsets(ordered))
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the position of a global rank on every axis."""
         rest = rank - self.rank_offset

@@ -79,6 +79,8 @@ def created_groups(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(mesh_groups, "check_same_in_store", lambda *_: 0)
     monkeypatch.setattr(mesh_groups, "default_store", lambda: None)
+    default = SimpleNamespace(bound_device_id=None)
+    monkeypatch.setattr(mesh_groups.distributed_c10d, "_get_default_group", lambda: default)
     return groups
 
 

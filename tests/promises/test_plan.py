@@ -45,10 +45,19 @@ def test_rank_lists_equal_megatron_core_for_every_order() -> None:
         dense = {name: text_of(layout.groups(name)) for name in case["dense"]}
         expert = {name: text_of(layout.expert_groups(name)) for name in case["expert"]}
         assert (dense, expert) == (case["dense"], case["expert"]), case
+        assert_each_rank_finds_its_own_groups(layout)
         if "embedding" in case:
             assert text_of(layout.embedding_groups()) == case["embedding"], case
             assert text_of(layout.position_embedding_groups()) == case["position_embedding"], case
     assert {"-".join(order) for order in permutations(["tp", "cp", "ep", "dp", "pp"])} <= orders
+
+
+def assert_each_rank_finds_its_own_groups(layout: ParallelLayout) -> None:
+    for grid in (layout.dense_grid, layout.expert_grid):
+        for axes in (grid.axes[:1], grid.axes[1:3], grid.axes[::2]):
+            for group in grid.groups(axes):
+                assert grid.group_of(group[0], axes) == grid.group_of(group[-1], axes)
+                assert list(grid.group_of(group[-1], axes)) == group
 
 
 def test_orders_of_1f1b_and_interleaved_schedules_equal_megatron_core() -> None:

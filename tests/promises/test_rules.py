@@ -111,7 +111,7 @@ BUDGETS: dict[str, int] = {
     "experts": 3300,
     "generation": 930,
     "graphs": 2540,
-    "groups": 2360,
+    "groups": 2440,
     "kernels": 4750,
     "layers": 7760,
     "memory": 730,
@@ -119,7 +119,7 @@ BUDGETS: dict[str, int] = {
     "optimizer": 3120,
     "pipeline": 780,
     "plan": 3710,
-    "strategy": 13420,
+    "strategy": 13425,
     "swap": 8940,
     "tasks": 4520,
 }

@@ -19,6 +19,7 @@ from lightning_megatron.groups.collectives import (
     all_gather_objects,
     all_gather_sequence,
     all_reduce_,
+    barrier,
     broadcast_,
     broadcast_object,
     copy_to_axis,
@@ -179,6 +180,31 @@ def check_groups(rank: int) -> None:
     mesh.destroy()
 
 
+def check_lines(rank: int) -> None:
+    """Collectives of many ranks run over rows and columns, with the results of one group."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh_groups, "FEW_RANKS", 3)
+        mesh = ParallelMesh.create(ParallelLayout(4, tp=2))
+    for axis in (mesh.world_cpu, mesh.checkpoint_cpu):
+        assert [line.ranks for line in axis.lines] == [
+            (rank // 2 * 2, rank // 2 * 2 + 1),
+            (rank % 2, rank % 2 + 2),
+        ]
+        for op, expected in {"sum": 6.0, "mean": 1.5, "max": 3.0, "min": 0.0}.items():
+            assert all_reduce_(torch.tensor([float(rank)]), axis, op).item() == expected
+        assert all_gather_objects(f"{rank}", axis) == list("0123")
+        assert gather_objects(rank, axis) == ([0, 1, 2, 3] if rank == 0 else [])
+        for source in range(4):
+            assert broadcast_object({"from": rank}, axis, source) == {"from": source}
+            assert broadcast_(torch.tensor([rank]), axis, source).item() == source
+        barrier(axis)
+    assert mesh.tp_cpu.lines == ()
+    assert mesh.journal.last.axis.endswith("columns")
+    mesh.destroy()
+    with pytest.raises(UnsupportedError, match="after the run"):
+        barrier(mesh.world_cpu)
+
+
 def check_destroyed_groups(rank: int) -> None:
     """Collectives of destroyed groups raise an error that says what to do instead."""
     for name in ("tp", "pp"):
@@ -254,6 +280,7 @@ def check_parts_of_the_world(rank: int) -> None:
 def run_all(rank: int, size: int) -> None:
     check_different_sources(rank)
     check_groups(rank)
+    check_lines(rank)
     check_destroyed_groups(rank)
     check_parts_of_the_world(rank)
 

@@ -14,7 +14,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.agent_store import open_store
 from lightning_megatron.groups.fingerprint import check_same_in_store
-from lightning_megatron.groups.mesh_groups import DEFAULT_TIMEOUTS
+from lightning_megatron.groups.mesh_groups import DEFAULT_TIMEOUTS, FEW_RANKS
 from lightning_megatron.strategy.options.records import JobOptions
 from lightning_megatron.strategy.private.processes import default_backend, init_process_group
 
@@ -64,6 +64,9 @@ def join_processes(
     join_timeout = DEFAULT_TIMEOUTS[device.type]
     join_timeout = max(job.timeout_delta or join_timeout, join_timeout)
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    if size > FEW_RANKS:
+        # Connect pairs of ranks at their first message: all of them are size ** 2 connections.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     store = open_store(
         environment.main_address,
         environment.main_port,
