@@ -8,8 +8,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
+import torch
 from jsonargparse.typing import PositiveInt
 
+from lightning_megatron.cli.calibration import calibrate as measure_for_forecasts
 from lightning_megatron.cli.machine import Gpu, Machine, read_machine
 from lightning_megatron.cli.machine_problems import (
     Problem,
@@ -29,12 +31,18 @@ from lightning_megatron.version import __version__
 EXAMPLES = """examples:
   lightning-megatron doctor
   lightning-megatron doctor --measure             speeds of GPUs and links, too
-  lightning-megatron doctor --measure --json      for programs"""
+  lightning-megatron doctor --measure --json      for programs
+  lightning-megatron doctor --calibrate FILE      times of operators, for forecasts"""
 #: Exit status if something must be fixed.
 _MUST_FIX = 1
 
 
-def doctor(measure: bool = False, limit: PositiveInt = 60, json: bool = False) -> None:
+def doctor(
+    measure: bool = False,
+    limit: PositiveInt = 60,
+    json: bool = False,
+    calibrate: str | None = None,
+) -> None:
     """Check this machine: packages, GPUs, links, kernels, memory, folders, network, variables.
 
     What to fix comes last, with a remedy. The exit status is 1 if something must be fixed, and 0 if
@@ -45,7 +53,13 @@ def doctor(measure: bool = False, limit: PositiveInt = 60, json: bool = False) -
             disturb the figures, and are slowed down.
         limit: Longest time of the measurement (seconds).
         json: Print one JSON object for programs, with speeds in FLOP/s and bytes/s.
+        calibrate: Check nothing, but measure operators, layers and collectives of this machine
+            for forecasts of step times, and write them to this file. It takes some minutes; under
+            torchrun all ranks measure together, which several nodes need.
     """
+    if calibrate is not None:
+        failure = measure_for_forecasts(calibrate, torch.cuda.device_count(), os.environ)
+        sys.exit(f"nothing was measured, or not all: {failure}" if failure else 0)
     machine = read_machine(os.environ)
     problems = problems_of(machine)
     speed = None
