@@ -12,6 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import recipe_speeds
 from benchmarks.forecast import CASES
 from benchmarks.grouped_gemm import PASSES, calls, draw, relative_error
 from benchmarks.loss import operands, variants
@@ -54,6 +55,18 @@ def test_a_program_passes_its_options_on_to_each_training():
     expected = {"model": "tiny", "layout": "pp2", "batch": 8, "forced_balance": True}
     assert vars(given) == {**vars(parser().parse_args([])), **expected, "options": given.options}
     assert json.loads(given.options) == {**json.loads(own), "schedule": "zb-v"}
+
+
+def test_speeds_of_a_recipe_are_measured_with_made_up_data(tmp_path, monkeypatch, capsys):
+    given = f"--tiny --steps 2 --warmup 1 --microbatches 1 --out {tmp_path} --recipes"
+    monkeypatch.setattr(sys, "argv", ["speeds", *given.split(), "llama3_8b_sft_1gpu"])
+    recipe_speeds.main()
+    last = capsys.readouterr().out.splitlines()[-3]
+    cells = [cell.strip() for cell in last.split("|")[1:-1]]
+    assert cells[:3] == ["`llama3_8b_sft_1gpu`", "1", ""]
+    assert float(cells[3]) > 0
+    # 512 tokens of a step, in milliseconds.
+    assert int(cells[4].replace(",", "")) == pytest.approx(512e3 / float(cells[3]), abs=1)
 
 
 _LATENT = {"key_value_rank": 12, "plain_dim": 10, "rotary_dim": 6, "value_dim": 8}

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.recipe_speeds import CASES as SPEEDS
+from benchmarks.recipe_speeds import MODELS
 from lightning_megatron import HuggingFaceCausalLM, LoraSettings, MegatronStrategy, ParallelLayout
 from lightning_megatron.memory.estimate import estimate_memory
 from lightning_megatron.models.config import GPTConfig
@@ -22,22 +24,6 @@ from tests.recipes.test_recipes import NAMES, RECIPES, config_of
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
-CONFIGS = json.loads((Path(__file__).parents[1] / "swap/published_configs.json").read_text())
-#: Qwen3 8B is longer, wider and untied; its family is the same.
-QWEN3_8B = CONFIGS["Qwen3-0.6B"] | {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 36,
-    "tie_word_embeddings": False,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama3_8b": CONFIGS["Llama-3.1-8B"],
-    "qwen3_8b": QWEN3_8B,
-    "qwen3_30b_a3b": CONFIGS["Qwen3-30B-A3B"],
-    "gpt_oss_20b": CONFIGS["gpt-oss-20b"],
-    "smollm2_135m": CONFIGS["SmolLM2-135M"],
-}
 #: Share of a GPU's memory that an estimate may need; the driver, NCCL and gaps need some, too.
 USABLE = 0.9
 CASES = [(model, name) for name in NAMES for model in MODELS if name.startswith(f"{model}_")]
@@ -45,6 +31,7 @@ CASES = [(model, name) for name in NAMES for model in MODELS if name.startswith(
 
 def test_each_model_has_recipes():
     assert {model for model, _ in CASES} == set(MODELS)
+    assert set(SPEEDS) <= set(NAMES)
 
 
 @pytest.mark.parametrize(("model", "name"), CASES)
