@@ -7,6 +7,7 @@ import time
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.hub import TOKENIZER, tokenizer_files
 from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.hugging_face_folder import CONFIG
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.settings import coerced, join_or, shown
 from lightning_megatron.swap.families import Family, exported_form, family_of
@@ -282,7 +284,8 @@ def import_model(
 ) -> WrittenSize:
     """Write the weights of a local Hugging Face folder as a checkpoint.
 
-    The checkpoint has no optimizer: validate, test and predict accept it as ``ckpt_path``.
+    The checkpoint has no optimizer: validate, test and predict accept it as ``ckpt_path``. With its
+    configuration and the files of the tokenizer, it needs the folder no more.
     """
     source = SafetensorsFolder(folder)
     family = family_of(_architecture(source))
@@ -297,7 +300,9 @@ def import_model(
         "global_step": 0,
         "pytorch-lightning_version": version("lightning"),
         HUGGING_FACE: {name: {"architecture": family.architecture, "config": source.config}},
-        TOKENIZER: tokenizer_files(folder),
+        # As in a checkpoint of HuggingFaceCausalLM: commands read both. Its model is named so.
+        "hyper_parameters": {"path": os.fspath(folder)} if name == "model" else {},
+        TOKENIZER: {**tokenizer_files(folder), CONFIG: Path(folder, CONFIG).read_bytes()},
     }
     header = Header(ParallelLayout(1), torch.__version__, {}, 0, 0, round(time.time(), 3))
     return write_checkpoint(out, num_files, tensors, {}, metadata, header)

@@ -30,7 +30,7 @@ from lightning_megatron.swap import parallelize
 
 EXAMPLES = """examples:
   lightning-megatron convert runs/last.ckpt exported            a folder for from_pretrained
-  lightning-megatron convert path/to/folder model.ckpt          a checkpoint for validate and test
+  lightning-megatron convert path/to/folder model.ckpt          a checkpoint for generate, validate
   lightning-megatron convert runs/last.ckpt exported --verify   compare both on some tokens
   lightning-megatron convert runs/last.ckpt exported --tokenizer path/to/folder"""
 

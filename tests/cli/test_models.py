@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,19 @@ def test_checkpoints_generate_the_tokens_of_their_modules(folder, own, tuned, pr
         expected = generate(module, [encode(prompt) for prompt in PROMPTS], settings)
         actual = rows_of(printed, generation_of(path, options))
         assert [row["tokens"] for row in actual] == expected
+
+
+def test_a_checkpoint_made_of_a_folder_is_used_without_it(folder, tmp_path, printed):
+    original, made = tmp_path / "original", tmp_path / "made.ckpt"
+    shutil.copytree(folder, original)
+    printed(f"convert {original} {made}")
+    shutil.rmtree(original)
+    assert printed("", *generation_of(made)) == printed("", *generation_of(folder))
+    results = [
+        json.loads(printed(evaluation_of(model, folder, f"{WINDOWS} --json")))
+        for model in (made, folder)
+    ]
+    assert results[0]["token_perplexity"] == results[1]["token_perplexity"]
 
 
 def test_unsupported_prompts_and_options_of_a_generation_are_refused(

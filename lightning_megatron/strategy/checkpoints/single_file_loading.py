@@ -74,9 +74,11 @@ def read_entries(path: str, needs_optimizers: bool, weights_only: bool | None) -
 def no_optimizers(path: str) -> CheckpointMismatchError:
     """Return the error for a checkpoint of weights from which a training should continue."""
     return CheckpointMismatchError(
-        f"a checkpoint to continue training from must hold optimizer states: {path!r} was saved "
-        "with save_weights_only=True. Load it with validate, test or predict, or continue from a "
-        "full checkpoint."
+        f"a checkpoint to continue training from must hold optimizer states: {path!r} has weights "
+        "alone, as save_weights_only=True and `lightning-megatron convert` write them. Load it "
+        "with validate, test or predict, or continue from a full checkpoint.\n"
+        "To start a new training of a Hugging Face model from its weights: lightning-megatron "
+        f"convert {path} FOLDER, and fit with --model.path FOLDER"
     )
 
 
