@@ -12,6 +12,8 @@ from torch.distributed import distributed_c10d
 from lightning_megatron.errors import RankMismatchError
 
 _POLL_SECONDS = 0.02
+#: Reads of the store by all waiting ranks together (1 / seconds).
+_READS_PER_SECOND = 10_000
 
 
 def open_store(
@@ -76,37 +78,41 @@ def agree_on_name(store: dist.Store, rank: int, size: int, timeout: timedelta) -
     if rank == 0:
         return _answer(entries, size, deadline)
     word = secrets.token_hex(8)
-    entries.set(f"ask/{rank}", word)
+    entries.set(f"ask/{entries.add('asked', 1)}", word)
     answer = f"answer/{word}"
     while not entries.check([answer]):
-        _wait(deadline, "the first rank")
+        _wait(deadline, "the first rank", size / _READS_PER_SECOND)
     name = entries.get(answer).decode()
     entries.add(f"{name}/arrived", 1)
     return name
 
 
 def _answer(entries: dist.Store, size: int, deadline: float) -> str:
-    """Answer every rank's word with the name of this attempt, until all ranks have read it."""
+    """Answer every word with the name of this attempt, until all ranks have read it.
+
+    Words of ranks that died are answered, too.
+    """
     name = secrets.token_hex(8)
-    answered: dict[int, bytes] = {}
+    first = 1
+    waiting: list[str] = []
     while (arrived := entries.add(f"{name}/arrived", 0)) < size - 1:
-        for rank in range(1, size):
-            # A dead rank may have written the word. The rank that replaces it overwrites the word
-            # and is answered, too.
-            if entries.check([f"ask/{rank}"]) and (
-                word := entries.get(f"ask/{rank}")
-            ) != answered.get(rank):
-                entries.set(f"answer/{word.decode()}", name)
-                answered[rank] = word
+        last = entries.add("asked", 0)
+        waiting += [f"ask/{number}" for number in range(first, last + 1)]
+        first = last + 1
+        # A rank may have died between its count and its word.
+        written = [key for key in waiting if entries.check([key])]
+        for word in entries.multi_get(written) if written else ():
+            entries.set(f"answer/{word.decode()}", name)
+        waiting = [key for key in waiting if key not in set(written)]
         _wait(deadline, f"{size - 1 - arrived} of {size} ranks")
     return name
 
 
-def _wait(deadline: float, missing: str) -> None:
+def _wait(deadline: float, missing: str, pause: float = 0.0) -> None:
     if time.monotonic() > deadline:
         raise RankMismatchError(
             f"all ranks must join the job: {missing} did not join in time. These processes failed, "
             "or other machines were not started. Look for the first failure, or allow more time "
             "with job.timeout of MegatronStrategy."
         )
-    time.sleep(_POLL_SECONDS)
+    time.sleep(max(_POLL_SECONDS, pause))

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from hashlib import blake2b
+from itertools import cycle
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,12 +22,15 @@ from lightning_megatron.groups.collectives import all_gather_objects
 _PACKAGE = Path(__file__).parents[1]
 Fields = Mapping[str, str | int | float | None]
 _REMEDY = "Start every rank with the same command, environment and files."
-#: Time for which rank 0 waits until the other ranks have read the failure. The store may end with
-#: rank 0.
-_READING = timedelta(seconds=30)
-#: Shortest and longest interval between reads of the store by a waiting rank (seconds).
+#: Time that the first rank allows the others to read a failure, because the store may end with it,
+#: and that the others allow the first rank to name the ranks that did not join.
+_READING_SECONDS = 30.0
+#: Shortest interval between reads of the store by a waiting rank, and the longest one of few ranks
+#: (seconds).
 _MIN_PAUSE_SECONDS = 0.002
 _MAX_PAUSE_SECONDS = 0.5
+#: Reads of the store by all waiting ranks together, three at a time (1 / seconds).
+_READS_PER_SECOND = 10_000
 
 
 def digest_of_sources(folder: Path) -> str:
@@ -87,7 +91,8 @@ def check_same_in_store(
 ) -> int:
     """Check that named values are equal on ranks that have no process group yet.
 
-    The first rank reads the values of all ranks and sends the result to each of them.
+    The ranks count themselves and those with the same values. The last one knows the result; only
+    if values differ, it reads them.
 
     Returns:
         The number of comparisons that these ranks have started before in this store.
@@ -96,45 +101,32 @@ def check_same_in_store(
         RankMismatchError: On every rank, if values differ or ranks do not arrive in time. The
             message names the ranks, their hosts and the fields that differ from the majority.
 
-    Communication: every rank with the first one, through the store.
+    Communication: eight requests of every rank to the store, and three after each pause.
     """
-    prefix = f"{ranks[0]} to {ranks[-1]}"
     all_entries = dist.PrefixStore("lightning_megatron/same", store)
+    comparison = _Comparison(all_entries, rank, ranks, patience)
+    values = json.dumps(dict(fields))
     all_entries.set(f"open/{rank}", json.dumps([ranks[0], ranks[-1]]))
-    entries = dist.PrefixStore(prefix, all_entries)
-    number = entries.add(f"begun/{rank}", 1)
-    entries.set(f"fields/{rank}/{number}", json.dumps([socket.gethostname(), dict(fields)]))
-    if rank == ranks[0]:
-        waiting = _Waiting(all_entries, rank, ranks, patience)
-        answers = [
-            json.loads(waiting.read(entries, f"fields/{writer}/{number}", [writer]))
-            for writer in ranks
-        ]
-        hosts = [host for host, _ in answers]
-        is_one_host = len(set(hosts)) == 1
-        names = [
-            f"rank {r}" + ("" if is_one_host else f" on {host}")
-            for r, host in zip(ranks, hosts, strict=True)
-        ]
-        complaint = _describe_differences([values for _, values in answers], names, remedy)
-        for reader in ranks:
-            entries.set(f"result/{reader}/{number}", complaint or "")
-        if complaint is not None:
-            _wait_for_readers(entries, ranks, number)
-    result = _Waiting(all_entries, rank, ranks, patience).read(
-        entries, f"result/{rank}/{number}", ranks[:1]
-    )
+    number = comparison.begin(json.dumps([socket.gethostname(), dict(fields)]))
+    same = f"same/{blake2b(values.encode()).hexdigest()[:16]}"
+    num_same = comparison.entries.add(same, 1)
+    if comparison.entries.add("arrived", 1) == len(ranks):
+        # An earlier rank may have counted itself just now.
+        num_same = comparison.entries.add(same, 0)
+        comparison.decide("" if num_same == len(ranks) else comparison.describe(remedy))
+    complaint = comparison.result()
     all_entries.set(f"open/{rank}", "[]")
-    if result:
-        entries.set(f"read/{rank}/{number}", "")
-        raise RankMismatchError(result)
+    if complaint:
+        comparison.wait_for_readers()
+        raise RankMismatchError(complaint)
     return number - 1
 
 
-class _Waiting:
-    """Wait for other ranks, and raise if one of them waits for this rank with another layout.
+class _Comparison:
+    """One comparison of the values of some ranks, in the store.
 
-    ``store`` is where every rank names the ranks that it is waiting for.
+    Args:
+        store: Store in which every rank names the ranks that it is waiting for.
     """
 
     def __init__(
@@ -142,27 +134,86 @@ class _Waiting:
     ) -> None:
         self._store = store
         self._rank = rank
+        self._ranks = ranks
         self._ends = [ranks[0], ranks[-1]]
-        self._patience = patience
-        self._deadline = time.monotonic() + patience.total_seconds()
+        self._patience = patience.total_seconds()
+        #: Entries of this comparison, which only the ranks of one layout share.
+        self.entries = dist.PrefixStore(f"{ranks[0]} to {ranks[-1]}", store)
 
-    def read(self, store: dist.Store, key: str, others: Sequence[int]) -> str:
-        """Return the value of a key that one of ``others`` writes."""
-        pause = _MIN_PAUSE_SECONDS
+    def begin(self, values: str) -> int:
+        """Write the values of this rank, and return the number of this comparison, from 1."""
+        number = self.entries.add(f"begun/{self._rank}", 1)
+        self.entries = dist.PrefixStore(str(number), self.entries)
+        self.entries.set(f"fields/{self._rank}", values)
+        return number
+
+    def decide(self, complaint: str) -> None:
+        """Tell all ranks the result; the first decision counts."""
+        if self.entries.add("decided", 1) == 1:
+            self.entries.set("result", complaint)
+
+    def describe(self, remedy: str) -> str:
+        """Return what differs between the ranks, which all have written their values."""
+        answers = list(
+            map(json.loads, self.entries.multi_get([f"fields/{rank}" for rank in self._ranks]))
+        )
+        is_one_host = len({host for host, _ in answers}) == 1
+        names = [
+            f"rank {rank}" + ("" if is_one_host else f" on {host}")
+            for rank, (host, _) in zip(self._ranks, answers, strict=True)
+        ]
+        return _describe_differences([values for _, values in answers], names, remedy) or ""
+
+    def result(self) -> str:
+        """Return the decision: what differs, or which rank did not join; empty without either.
+
+        Raises:
+            RankMismatchError: If one of the ranks waits for this rank with another layout.
+        """
+        is_first = self._rank == self._ranks[0]
+        # The first rank looks at one other rank after another, the others at the first one.
+        watched = cycle(self._ranks if is_first else self._ranks[:1])
+        longest = max(_MAX_PAUSE_SECONDS, 3 * len(self._ranks) / _READS_PER_SECOND)
+        pause = max(_MIN_PAUSE_SECONDS, len(self._ranks) / _READS_PER_SECOND)
+        begun = time.monotonic()
         # Poll, because the client of the store logs every wait that ends without a key.
-        while not store.check([key]):
-            for writer in others:
-                self._check_layout_of(writer)
-            if time.monotonic() > self._deadline:
-                raise RankMismatchError(
-                    f"all ranks must join the job: rank {others[0]} did not join within "
-                    f"{self._patience.total_seconds():g} s. It failed, or another machine was not "
-                    "started. Look for the first failure, or allow more time with "
-                    "job.timeout of MegatronStrategy."
-                )
+        while not self.entries.check(["result"]):
+            self._check_layout_of(next(watched))
+            late = time.monotonic() - begun - self._patience
+            if late > 0 and is_first:
+                self.decide(self._did_not_join(self._missing_rank()))
+            elif late > min(_READING_SECONDS, self._patience):
+                raise RankMismatchError(self._did_not_join(self._ranks[0]))
             time.sleep(pause)
-            pause = min(2 * pause, _MAX_PAUSE_SECONDS)
-        return store.get(key).decode()
+            pause = min(2 * pause, longest)
+        return self.entries.get("result").decode()
+
+    def wait_for_readers(self) -> None:
+        """Wait on the first rank until all others have read the failure.
+
+        A rank that has not read it by then has failed for another reason.
+        """
+        num_read = self.entries.add("read", 1)
+        deadline = time.monotonic() + _READING_SECONDS
+        while self._rank == self._ranks[0] and time.monotonic() < deadline:
+            if num_read >= self.entries.add("arrived", 0):
+                return
+            time.sleep(_MIN_PAUSE_SECONDS)
+            num_read = self.entries.add("read", 0)
+
+    def _missing_rank(self) -> int:
+        for rank in self._ranks:
+            if not self.entries.check([f"fields/{rank}"]):
+                return rank
+        return self._ranks[-1]
+
+    def _did_not_join(self, rank: int) -> str:
+        return (
+            f"all ranks must join the job: rank {rank} did not join within "
+            f"{self._patience:g} s. It failed, or another machine was not "
+            "started. Look for the first failure, or allow more time with "
+            "job.timeout of MegatronStrategy."
+        )
 
     def _check_layout_of(self, rank: int) -> None:
         if not self._store.check([f"open/{rank}"]):
@@ -175,23 +226,6 @@ class _Waiting:
                 f"{rank} has ranks {ends[0]} to {ends[1]}. Give both the same world_size and "
                 "rank_offset."
             )
-
-
-def _wait_for_readers(store: dist.Store, ranks: Sequence[int], number: int) -> None:
-    """Wait until all other ranks have read the failure: the store may end with this process."""
-    others = [f"read/{rank}/{number}" for rank in ranks[1:]]
-    try:
-        store.wait(others, _READING)
-    except RuntimeError as error:
-        if not _is_timeout(error):
-            raise
-        # A rank that has not read the result by now has failed for another reason.
-        return
-
-
-def _is_timeout(error: RuntimeError) -> bool:
-    """Return whether the error is a store's timeout; a file store has no error class for it."""
-    return isinstance(error, dist.DistStoreError) or "timeout" in str(error).lower()
 
 
 def _describe_differences(

@@ -15,7 +15,6 @@ from lightning_megatron.errors import RankMismatchError
 from lightning_megatron.groups import fingerprint, notices
 from lightning_megatron.groups.agent_store import agree_on_name
 from lightning_megatron.groups.fingerprint import (
-    _is_timeout,
     check_same_in_store,
     digest_of_sources,
 )
@@ -102,14 +101,62 @@ def test_every_rank_names_the_rank_that_differs_with_both_values_and_its_host(
 
 def test_ranks_that_do_not_join_and_layouts_of_different_ranks_are_reported() -> None:
     errors = compare(dist.HashStore(), {0: {}, 2: {}}, range(3), patience=0.2)
-    assert "rank 1 did not join within 0.2 s" in errors[0]
-    assert "rank 0 did not join within 0.2 s" in errors[2]
+    assert all("rank 1 did not join within 0.2 s" in errors[rank] for rank in (0, 2))
+    errors = compare(dist.HashStore(), {1: {}, 2: {}}, range(3), patience=0.2)
+    assert all("rank 0 did not join within 0.2 s" in errors[rank] for rank in (1, 2))
     store, layouts = dist.HashStore(), (range(4), range(2))
     errors = in_threads(
         range(2), lambda rank: check_same_in_store(store, rank, layouts[rank], {}, PATIENCE)
     )
     assert "layout of rank 0 has ranks 0 to 3, the layout of rank 1 has ranks 0 to 1" in errors[0]
     assert "layout of rank 1 has ranks 0 to 1, the layout of rank 0 has ranks 0 to 3" in errors[1]
+
+
+class CountingStore(dist.Store):
+    """Store of one process that counts the requests to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_requests = 0
+        self._store = dist.HashStore()
+
+    def set(self, key: str, value: str) -> None:
+        self.num_requests += 1
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.num_requests += 1
+        return self._store.get(key)
+
+    def add(self, key: str, number: int) -> int:
+        self.num_requests += 1
+        return self._store.add(key, number)
+
+    def check(self, keys: list[str]) -> bool:
+        self.num_requests += 1
+        return self._store.check(keys)
+
+
+def test_each_of_16384_ranks_compares_its_configuration_with_eight_requests() -> None:
+    size = 16384
+    store = CountingStore()
+    # The ranks come one after the other here, and would wait for the result of the last one.
+    store.set(f"lightning_megatron/same/0 to {size - 1}/1/result", "")
+    counts = []
+    for rank in range(size):
+        before = store.num_requests
+        assert check_same_in_store(store, rank, range(size), {"tp": 8, "pp": 16}, PATIENCE) == 0
+        counts.append(store.num_requests - before)
+    assert max(counts[:-1]) <= 8, "only the last rank reads and writes the result"
+    assert counts[-1] <= 11
+
+
+def test_the_first_of_many_ranks_answers_each_with_three_requests() -> None:
+    store = CountingStore()
+    names = agree(store, list(range(200)), 200)
+    assert len(set(names.values())) == 1
+    # The others ask with five requests, and wait with one in each fiftieth of a second.
+    assert store.num_requests < 20 * 200
 
 
 def test_the_hash_of_sources_depends_on_names_and_contents(tmp_path: Path) -> None:
@@ -121,14 +168,6 @@ def test_the_hash_of_sources_depends_on_names_and_contents(tmp_path: Path) -> No
         digests.append(digest_of_sources(tmp_path))
     (tmp_path / "notes.txt").write_text("no source")
     assert len({*digests, digest_of_sources(tmp_path)}) == 3
-
-
-def test_a_timeout_of_a_file_store_is_recognized(tmp_path: Path) -> None:
-    store = dist.FileStore(str(tmp_path / "store"), 2)
-    with pytest.raises(RuntimeError) as caught:
-        store.wait(["nothing"], timedelta(seconds=0.01))
-    assert _is_timeout(caught.value)
-    assert not _is_timeout(RuntimeError("Connection reset by peer"))
 
 
 def test_no_notice_is_under_way_when_the_process_ends(monkeypatch):

@@ -112,7 +112,7 @@ BUDGETS: dict[str, int] = {
     "forecast": 560,
     "generation": 930,
     "graphs": 2540,
-    "groups": 2480,
+    "groups": 2500,
     "kernels": 4750,
     "layers": 7760,
     "memory": 730,
