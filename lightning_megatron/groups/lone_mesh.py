@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.groups.axis import CollectiveLauncher, MeshAxis, Work
+from lightning_megatron.groups.journal import Journal
 from lightning_megatron.groups.mesh import ParallelMesh, random_streams
 from lightning_megatron.groups.mesh_groups import groups_of_rank
 from lightning_megatron.groups.peer_memory import PeerMemory, PeerRegion, PeerUse
@@ -23,22 +25,47 @@ from lightning_megatron.plan.model_shape import LossChunk
 class _Complete:
     """Collective that is complete at once."""
 
+    def __init__(self, note_wait: Callable[[], None]) -> None:
+        self._note_wait = note_wait
+
     def wait(self) -> None:
-        """Return, because nothing is in flight."""
+        """Note the wait, though nothing is in flight."""
+        self._note_wait()
 
     def is_completed(self) -> bool:
         return True
 
 
-class _NoCollectives:
-    """Recorder that runs no collective, so that their results keep the memory they were given."""
+class LeftOut:
+    """Recorder that runs no collective, so that their results keep the memory they were given.
+
+    Args:
+        journal: Journal of all axes, which notes each collective just before it starts.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        #: Function that gets kind and axis of each collective, number of an asynchronous one or 0,
+        #: and what it writes; and "wait" with the number of the awaited one.
+        self.listener: Callable[[str, str, int, Sequence[Tensor]], None] = lambda *_: None
+        self._started = 0
 
     def run(self, collective: Callable[[], object], written: Sequence[Tensor]) -> None:
         """Leave out a collective."""
+        self._tell(0, written)
 
     def start(self, collective: Callable[[], Work], written: Sequence[Tensor]) -> Work:
         """Leave out an asynchronous collective."""
-        return _Complete()
+        self._started += 1
+        axis = self._tell(self._started, written)
+        return _Complete(partial(self.listener, "wait", axis, self._started, ()))
+
+    def _tell(self, number: int, written: Sequence[Tensor]) -> str:
+        call = self._journal.last
+        assert call is not None, "a collective is noted before it starts"
+        axis = call.axis.split()[0]
+        self.listener(call.kind, axis, number, written)
+        return axis
 
 
 class _OwnMemory(PeerMemory):
@@ -99,7 +126,8 @@ def lone_mesh(
     without elements.
     """
     launcher = CollectiveLauncher()
-    launcher.recorder = _NoCollectives()
+    journal = Journal()
+    launcher.recorder = LeftOut(journal)
     # With a group layers call their collectives; those of Python objects need none.
     group: Any = object()
     axes: dict[str, Any] = {}
@@ -109,7 +137,8 @@ def lone_mesh(
             ranks,
             ranks.index(rank),
             group if len(ranks) > 1 and not name.endswith("_cpu") else None,
-            launcher=launcher,
+            journal,
+            launcher,
             peer_memory=_OwnMemory(len(ranks)),
         )
     return ParallelMesh(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -61,11 +61,15 @@ class LoneStage:
         training: TrainingShape,
         stage: int,
         kind: str,
+        make: Callable[[str, int], PretendedDevice] = PretendedDevice,
     ) -> LoneStage:
-        """Build a pipeline stage of its first rank; see ``estimate_memory``."""
+        """Build a pipeline stage of its first rank on the device that ``make`` returns.
+
+        See ``estimate_memory``.
+        """
         num_tokens = -(-training.seq_length // layout.cp) * training.microbatch_size
         experts = config.experts
-        device = PretendedDevice(kind, 0 if experts is None else num_tokens * experts.top_k)
+        device = make(kind, 0 if experts is None else num_tokens * experts.top_k)
         ranks = (layout.rank_offset + number for number in range(layout.world_size))
         mesh = lone_mesh(
             layout,

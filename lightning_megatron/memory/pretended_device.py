@@ -8,7 +8,7 @@ Triton are not launched, and neither the GPU nor Triton need exist.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial, wraps
@@ -105,6 +105,15 @@ class PretendedDevice(LiveMemory):
         finally:
             self._depth -= 1
 
+    def launched(self, name: str, tensors: Iterable[Any]) -> None:
+        """Note that a kernel, which is no operator of torch, would be launched here."""
+
+    def _launching(self, kernel: _Kernel, grid: Any) -> Callable[..., None]:
+        """Return what launches a kernel of Triton."""
+        return lambda *tensors, **more: self.launched(
+            kernel.fn.__name__, (*tensors, *more.values())
+        )
+
     @property
     def _is_here(self) -> bool:
         """Return whether the caller is the code that runs on the pretended device."""
@@ -199,8 +208,9 @@ class PretendedDevice(LiveMemory):
         self._put(stack, choose_kernels, "_choose", partial(_answer, choice))
         self._put(stack, choose_backend, "_reason_against_bundled", partial(_answer, None))
         self._put(stack, flex, "_called", _attended_by_flex)
-        self._put(stack, backends, "launch", _launch)
-        self._put(stack, backends, "launch_swiglu", _launch_swiglu)
+        self._put(stack, backends, "launch", partial(_launch, self))
+        self._put(stack, backends, "launch_swiglu", partial(_launch_swiglu, self))
+        self._put(stack, _Kernel, "__getitem__", self._launching)
 
 
 def _answer(answer: Any, *_: Any, **__: Any) -> Any:
@@ -219,17 +229,33 @@ def _even(total: int, parts: int) -> list[int]:
 
 
 def _launch(
-    product: Any, result: Tensor, a: Tensor, b: Tensor, ends: Tensor, *_: Any, **__: Any
+    here: PretendedDevice,
+    product: Any,
+    result: Tensor,
+    a: Tensor,
+    b: Tensor,
+    ends: Tensor,
+    *_: Any,
+    **__: Any,
 ) -> Tensor:
     """Allocate the workspace of a grouped product."""
+    here.launched(f"grouped {product}", (result, a, b, ends))
     torch.empty(workspace_bytes(ends.shape[0], _NUM_SMS), dtype=torch.uint8)
     return result
 
 
 def _launch_swiglu(
-    result: Tensor, kept: Any, rows: Tensor, stack: Tensor, scales: Tensor, ends: Tensor, *_: Any
+    here: PretendedDevice,
+    result: Tensor,
+    kept: Any,
+    rows: Tensor,
+    stack: Tensor,
+    scales: Tensor,
+    ends: Tensor,
+    *_: Any,
 ) -> None:
     """Allocate the workspace of a grouped product that is fused with SwiGLU."""
+    here.launched("grouped forward_swiglu", (result, rows, stack, ends, kept))
     torch.empty(workspace_bytes(ends.shape[0], _NUM_SMS), dtype=torch.uint8)
 
 

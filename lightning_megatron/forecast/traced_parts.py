@@ -1,0 +1,216 @@
+"""Operators of the parts of a model, from traces of one and of two layers of each kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import lcm
+
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.forecast.operator_trace import Operator, RecordingDevice
+from lightning_megatron.groups.lone_mesh import LeftOut
+from lightning_megatron.memory.chunk_costs import ChunkTrace
+from lightning_megatron.memory.lone_stage import LoneStage
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.plan.budget import TrainingShape
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.recomputation import Parts, Recomputation
+from lightning_megatron.plan.schedule import ScheduleName
+
+#: Number of traces that are remembered.
+_REMEMBERED = 512
+#: Passes of a microbatch; without halves the whole backward is the input half.
+PASSES = ("forward", "input_half", "weight_half")
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What distinguishes a layer from others of its model.
+
+    Args:
+        layer: Index of one such layer, of which all others are copies.
+        in_eight_bits: Whether its linear layers compute in 8 bits.
+        recomputed: What its backward pass recomputes.
+    """
+
+    layer: int
+    in_eight_bits: bool
+    recomputed: Parts
+
+
+@dataclass(frozen=True)
+class StageTrace:
+    """Operators of one microbatch in a stage, and the stage's parameters.
+
+    Args:
+        first: Operators of the passes of the first microbatch of a step.
+        later: Those of a later one, which may find casts of weights and fills sums.
+        dense: Parameters besides those of experts (elements).
+        experts: Parameters of experts (elements).
+        boundary: What a microbatch sends to the next stage (bytes).
+    """
+
+    first: tuple[tuple[Operator, ...], ...]
+    later: tuple[tuple[Operator, ...], ...]
+    dense: int
+    experts: int
+    boundary: int
+
+
+class PassTrace(ChunkTrace):
+    """Passes of one chunk, whose operators are listed apart."""
+
+    def operators(self) -> tuple[tuple[Operator, ...], ...]:
+        """Run a microbatch, and return the operators of its passes in the order of ``PASSES``."""
+        self._taken()
+        inputs, outputs = self._forward()
+        forward = self._taken()
+        if not self._is_halved:
+            self._backward(inputs, outputs)
+            return forward, self._taken(), ()
+        with self._queue.open("half"):
+            self._backward(inputs, outputs)
+        input_half = self._taken()
+        self._queue.run("half")
+        return forward, input_half, self._taken()
+
+    def _taken(self) -> tuple[Operator, ...]:
+        device = self._device
+        assert isinstance(device, RecordingDevice), "the stage was built on such a device"
+        taken = tuple(device.operators)
+        device.operators.clear()
+        return taken
+
+
+@lru_cache(_REMEMBERED)
+def trace_stage(
+    config: GPTConfig, layout: ParallelLayout, training: TrainingShape, stage: int, kind: str
+) -> StageTrace:
+    """Run microbatches through a stage on a pretended device, and return their operators.
+
+    Raises:
+        UnsupportedError: If the model's code does not run on tensors without elements.
+    """
+    try:
+        return _traced(config, layout, training, stage, kind)
+    except (ParallelPlanError, UnsupportedError):
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            "the time of this model cannot be estimated, because its code does not run on tensors "
+            f"without elements: {type(error).__name__}: {error}. Measure it in a short run."
+        ) from error
+
+
+def _traced(
+    config: GPTConfig, layout: ParallelLayout, training: TrainingShape, stage: int, kind: str
+) -> StageTrace:
+    lone = LoneStage.build(config, layout, training, stage, kind, RecordingDevice)
+    device = lone.device
+    recorder = lone.model.mesh.launcher.recorder
+    assert isinstance(device, RecordingDevice), "the stage was built on such a device"
+    assert isinstance(recorder, LeftOut), "a lone mesh leaves out its collectives"
+    recorder.listener = device.collected
+    trace = PassTrace(lone, 0)
+    shares = training.shares_casts
+    # The first pass of all makes tables that stay.
+    with lone.batch(shares):
+        trace.operators()
+    lone.reducer.clear(set(lone.main.names))
+    with lone.batch(shares):
+        first = trace.operators()
+        later = trace.operators()
+    counts = Counter[bool]()
+    for buffer in lone.main.buffers:
+        members = buffer.members.values()
+        counts[buffer.sharding.is_expert] += sum(parameter.numel() for parameter in members)
+    shape, dtype = lone.model.boundary(lone.tokens)
+    boundary = shape.numel() * dtype.itemsize
+    return StageTrace(first, later, counts[False], counts[True], boundary)
+
+
+def kinds_of_layers(
+    config: GPTConfig, training: TrainingShape, chunks: Sequence[range]
+) -> list[list[LayerKind]]:
+    """Return the kinds of the layers of each chunk; layers of a kind have equal operators."""
+    known: dict[object, LayerKind] = {}
+    recompute = Recomputation.of(training.recompute)
+    kinds = []
+    for layers in chunks:
+        kinds.append(
+            [
+                _kind(config, training, layer, recompute.parts_of(place, len(layers)), known)
+                for place, layer in enumerate(layers)
+            ]
+        )
+    return kinds
+
+
+def _kind(
+    config: GPTConfig,
+    training: TrainingShape,
+    layer: int,
+    recomputed: Parts,
+    known: dict[object, LayerKind],
+) -> LayerKind:
+    fp8 = training.fp8
+    in_eight_bits = fp8 is not None and (
+        fp8.first_bf16 <= layer < config.num_layers - fp8.last_bf16
+    )
+    window = config.window_of(layer)
+    rotates = config.rotates_in(layer)
+    same = config.has_experts_in(layer), window, rotates, in_eight_bits, recomputed
+    return known.setdefault(same, LayerKind(layer, in_eight_bits, recomputed))
+
+
+def only(config: GPTConfig, kind: LayerKind, count: int) -> GPTConfig:
+    """Return the configuration of a model of some layers of one kind."""
+    layer = kind.layer
+    experts = config.experts
+    if experts is not None:
+        experts = replace(experts, layers=1) if config.has_experts_in(layer) else None
+    changes: dict[str, object] = {"experts": experts, "num_layers": count, "window_layers": None}
+    if config.window_of(layer) is None:
+        changes |= {"sliding_window": None, "window_rotary_base": None}
+    if config.rotary_layers is not None:
+        changes["rotary_layers"] = (config.rotates_in(layer),) * count
+    return replace(config, **changes)  # type: ignore[arg-type]
+
+
+def only_training(
+    training: TrainingShape, kind: LayerKind, schedule: ScheduleName
+) -> TrainingShape:
+    """Return the settings under which all layers of a model are of one kind."""
+    offload = Recomputation.of(training.recompute).offload and bool(kind.recomputed)
+    fp8 = training.fp8
+    if fp8 is not None:
+        fp8 = replace(fp8, first_bf16=0, last_bf16=0) if kind.in_eight_bits else None
+    return replace(
+        training,
+        recompute=Recomputation(kind.recomputed or ("none",), offload=offload),
+        fp8=fp8,
+        schedule=schedule,
+        microbatch_group_size=None,
+        cuda_graphs=None,
+        num_microbatches=min(training.num_microbatches, 2),
+    )
+
+
+def smallest_layout(layout: ParallelLayout, counts: tuple[int, ...]) -> ParallelLayout:
+    """Return the layout of the fewest ranks whose layers compute as in a larger layout.
+
+    Args:
+        counts: Layers of its stages.
+    """
+    dense = layout.tp * layout.cp
+    return ParallelLayout(
+        world_size=lcm(dense, layout.ep * layout.etp) * len(counts),
+        tp=layout.tp,
+        pp=len(counts),
+        cp=layout.cp,
+        ep=layout.ep,
+        etp=layout.etp,
+        stage_layers=counts if len(counts) > 1 else None,
+    )
