@@ -125,19 +125,17 @@ class ChipSpeeds:
     @classmethod
     def read(cls, path: str | Path, network: float) -> ChipSpeeds:
         """Read a file of speeds."""
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ParallelPlanError(
-                f"the speeds {str(path)!r} cannot be read: {error}. Write them by "
-                "`lightning-megatron doctor --calibrate FILE`."
-            ) from error
-        return cls(content, str(path), network)
+        return cls(_content_of(path), str(path), network)
 
     @classmethod
     def of_package(cls, gpu: str, network: float) -> ChipSpeeds:
-        """Read the package's speeds of a GPU."""
-        return cls.read(_FOLDER / f"{gpu.lower()}.json", network)
+        """Read the package's speeds of a GPU, which may be derived from those of another one."""
+        path = _FOLDER / f"{gpu.lower()}.json"
+        content = _content_of(path)
+        base = content.get("derived_from")
+        if base is not None:
+            content = with_other_memory(_content_of(_FOLDER / f"{base}.json"), content["memory"])
+        return cls(content, str(path), network)
 
     def _needed(self, part: str) -> Any:
         found = self._calls.get(part)
@@ -356,6 +354,36 @@ class ChipSpeeds:
 
 #: Products in float32 without tensor cores on Hopper (FLOP/s).
 _PLAIN_SPEED = 45e12
+
+
+def _content_of(path: str | Path) -> Any:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ParallelPlanError(
+            f"the speeds {str(path)!r} cannot be read: {error}. Write them by `lightning-megatron "
+            "doctor --calibrate FILE`."
+        ) from error
+
+
+def with_other_memory(content: Mapping[str, Any], ratio: float) -> dict[str, Any]:
+    """Return the times of a chip that differs from a measured one in the speed of its memory.
+
+    Products, attention and links stay; passes, kernels of Triton and the optimizer are bound by
+    memory.
+
+    Args:
+        ratio: Bandwidth of the memory over that of the measured chip.
+    """
+    calls = dict(content["calls"])
+    for part in ("passes", "optimizer"):
+        calls[part] = [[size, seconds / ratio] for size, seconds in calls[part]]
+    models = {}
+    for title, times in content["models"].items():
+        kernels = times.get("kernels", {}).items()
+        slower = {name: [count, seconds / ratio] for name, (count, seconds) in kernels}
+        models[title] = {**times, "kernels": slower}
+    return {**content, "calls": calls, "models": models}
 
 
 def _interpolated(points: Sequence[Sequence[float]], at: float) -> float:

@@ -92,11 +92,10 @@ class Operator:
 class RecordingDevice(PretendedDevice):
     """Pretended device that lists what would run on it."""
 
-    def __init__(self, kind: str, expert_rows: int = 0) -> None:
-        super().__init__(kind, expert_rows)
+    def __init__(self, kind: str, expert_rows: int = 0, etp: int = 1) -> None:
+        super().__init__(kind, expert_rows, etp)
         #: What ran since the list was emptied.
         self.operators: list[Operator] = []
-        self._rows = expert_rows
         # Lengths of buffers that hold the rows of any routing, of which kernels read those of an
         # even one. They are known after a first microbatch.
         self._buffer_lengths: set[int] = set()
@@ -121,14 +120,14 @@ class RecordingDevice(PretendedDevice):
         # Of a weight gradient the result has the size of the weights, else the second factor.
         weights = b if b.dim() == 3 else result
         _, n, k = weights.shape
-        sizes = ends.shape[0], min(self._rows, a.shape[0]), n, k
+        sizes = ends.shape[0], min(self._gathered_rows, a.shape[0]), n, k
         self.operators.append(Operator(rest, "grouped", sizes, num_bytes, a.dtype))
 
     def _filled_size(self, tensor: Tensor) -> int:
         """Return the size of the rows that an even routing fills, or of the whole tensor."""
         length = tensor.shape[0] if tensor.dim() else 0
-        if length in self._buffer_lengths and length > self._rows:
-            return _size(tensor) * self._rows // length
+        if length in self._buffer_lengths and length > self._gathered_rows:
+            return _size(tensor) * self._gathered_rows // length
         return _size(tensor)
 
     def collected(self, kind: str, axis: str, number: int, written: Sequence[Tensor]) -> None:

@@ -47,7 +47,7 @@ class LinkedChip:
     def times_of_stage(self, trace: StageTrace) -> defaultdict[str, float]:
         """Return the times of a stage, and its numbers of parameters by their kind."""
         times = self.times_of(trace.later) | self.times_of(trace.first, "first ")
-        return times | {"dense": trace.dense, "experts": trace.experts}
+        return times | dict(trace.parameters)
 
 
 def _queued(

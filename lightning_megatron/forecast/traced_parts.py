@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm
@@ -47,15 +47,13 @@ class StageTrace:
     Args:
         first: Operators of the passes of the first microbatch of a step.
         later: Those of a later one, which may find casts of weights and fills sums.
-        dense: Parameters besides those of experts (elements).
-        experts: Parameters of experts (elements).
+        parameters: Elements and bytes of parameters, of "dense" ones and those of "experts".
         boundary: What a microbatch sends to the next stage (bytes).
     """
 
     first: tuple[tuple[Operator, ...], ...]
     later: tuple[tuple[Operator, ...], ...]
-    dense: int
-    experts: int
+    parameters: Mapping[str, int]
     boundary: int
 
 
@@ -122,13 +120,14 @@ def _traced(
     with lone.batch(shares):
         first = trace.operators()
         later = trace.operators()
-    counts = Counter[bool]()
+    counts = Counter[str]()
     for buffer in lone.main.buffers:
-        members = buffer.members.values()
-        counts[buffer.sharding.is_expert] += sum(parameter.numel() for parameter in members)
+        kind_of = "experts" if buffer.sharding.is_expert else "dense"
+        counts[kind_of] += sum(parameter.numel() for parameter in buffer.members.values())
+        counts[f"{kind_of} bytes"] += buffer.parameters.nbytes
     shape, dtype = lone.model.boundary(lone.tokens)
     boundary = shape.numel() * dtype.itemsize
-    return StageTrace(first, later, counts[False], counts[True], boundary)
+    return StageTrace(first, later, counts, boundary)
 
 
 def kinds_of_layers(
@@ -198,19 +197,23 @@ def only_training(
     )
 
 
-def smallest_layout(layout: ParallelLayout, counts: tuple[int, ...]) -> ParallelLayout:
+def smallest_layout(
+    layout: ParallelLayout, counts: tuple[int, ...], *, has_experts: bool = True
+) -> ParallelLayout:
     """Return the layout of the fewest ranks whose layers compute as in a larger layout.
 
     Args:
         counts: Layers of its stages.
+        has_experts: Whether the layers have experts; only these are divided over ep.
     """
-    dense = layout.tp * layout.cp
+    ep = layout.ep if has_experts else 1
+    etp = layout.etp if has_experts else layout.tp
     return ParallelLayout(
-        world_size=lcm(dense, layout.ep * layout.etp) * len(counts),
+        world_size=lcm(layout.tp * layout.cp, ep * etp) * len(counts),
         tp=layout.tp,
         pp=len(counts),
         cp=layout.cp,
-        ep=layout.ep,
-        etp=layout.etp,
+        ep=ep,
+        etp=etp,
         stage_layers=counts if len(counts) > 1 else None,
     )

@@ -61,7 +61,7 @@ class LoneStage:
         training: TrainingShape,
         stage: int,
         kind: str,
-        make: Callable[[str, int], PretendedDevice] = PretendedDevice,
+        make: Callable[[str, int, int], PretendedDevice] = PretendedDevice,
     ) -> LoneStage:
         """Build a pipeline stage of its first rank on the device that ``make`` returns.
 
@@ -69,7 +69,9 @@ class LoneStage:
         """
         num_tokens = -(-training.seq_length // layout.cp) * training.microbatch_size
         experts = config.experts
-        device = make(kind, 0 if experts is None else num_tokens * experts.top_k)
+        # Before they are sent, tokens are divided among the ranks of tp.
+        own_rows = 0 if experts is None else num_tokens * experts.top_k // layout.tp
+        device = make(kind, own_rows, layout.etp)
         ranks = (layout.rank_offset + number for number in range(layout.world_size))
         mesh = lone_mesh(
             layout,

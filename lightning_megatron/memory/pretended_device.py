@@ -62,15 +62,17 @@ class PretendedDevice(LiveMemory):
 
     Args:
         kind: "cpu", or "cuda" for a GPU of compute capability 9.0 with the bundled kernels.
-        expert_rows: Rows that the experts of this rank get in a microbatch where the host reads
-            their number, if they are spread evenly (rows).
+        expert_rows: Rows that this rank sends to experts in a microbatch, and gets from others
+            where the host reads their number, if they are spread evenly (rows).
+        etp: Ranks whose rows the experts of this rank gather.
     """
 
-    def __init__(self, kind: str, expert_rows: int = 0) -> None:
+    def __init__(self, kind: str, expert_rows: int = 0, etp: int = 1) -> None:
         super().__init__(512 if kind == "cuda" else 1, counts_meta=True)
         self._thread = 0
         self.device = pretended(kind)
         self._expert_rows = expert_rows
+        self._gathered_rows = expert_rows * etp
         self._depth = 0
         self._stack = ExitStack()
 
@@ -182,7 +184,7 @@ class PretendedDevice(LiveMemory):
             return shares, shares
 
         def groups(ends: Tensor) -> list[slice]:
-            bounds = list(accumulate(_even(self._expert_rows, ends.shape[0]), initial=0))
+            bounds = list(accumulate(_even(self._gathered_rows, ends.shape[0]), initial=0))
             return list(map(slice, bounds, bounds[1:]))
 
         self._put(stack, RowCounts, "read", totals)

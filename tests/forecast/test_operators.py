@@ -170,3 +170,14 @@ def test_operators_know_their_flops():
     assert Operator("mm", "product", (3, 4, 5, 6)).flops == 2 * 3 * 4 * 5 * 6
     assert Operator("forward", "grouped", (8, 10, 5, 6)).flops == 2 * 10 * 5 * 6
     assert Operator("add", "pass").flops == 0
+
+
+def test_tokens_are_divided_over_tp_before_they_are_sent_to_experts():
+    config = replace(LLAMA, experts=EXPERTS)
+    layout = ParallelLayout(world_size=8, tp=2, ep=8, etp=1)
+    passes = operators_of(config, layout, sequence_parallel=True, expert_transport="all_to_all")
+    rows = LENGTH * EXPERTS["top_k"] // 2
+    sent = [one.num_bytes for one in passes[0] if one.name == "all_to_all" and one.axis == "ep"]
+    # Tokens go to the experts and come back; the smaller messages are numbers of rows.
+    assert sorted(sent)[-2 * LAYERS :] == [rows * WIDTH * 2] * 2 * LAYERS
+    assert flops_by_kind(passes)["product"] > 0

@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.forecast.chip_speeds import ChipSpeeds, Link, MeasuredRatios
+from lightning_megatron.forecast.chip_speeds import (
+    ChipSpeeds,
+    Link,
+    MeasuredRatios,
+    with_other_memory,
+)
 from lightning_megatron.forecast.operator_trace import Operator
 from lightning_megatron.forecast.pass_times import LinkedChip
 from tests.forecast.speeds import LATENCY, MEMORY, PEAK, content, round_speeds
@@ -156,3 +161,12 @@ def test_missing_links_are_named_where_they_are_needed(tmp_path):
     file = tmp_path / "speeds.json"
     file.write_text(json.dumps(content()))
     assert math.isclose(ChipSpeeds.read(file, 50e9).latency, LATENCY, rel_tol=0.1)
+
+
+def test_a_chip_with_slower_memory_is_derived():
+    slow = ChipSpeeds(with_other_memory(content(), 0.5), "derived", 50e9)
+    speeds = round_speeds()
+    assert slow.seconds_of_pass(2**30) == close(2 * speeds.seconds_of_pass(2**30))
+    assert slow.optimizer(2**29) == close(2 * speeds.optimizer(2**29))
+    large = product(4096, 4096, 4096)
+    assert slow.seconds_of(large) == close(speeds.seconds_of(large))
