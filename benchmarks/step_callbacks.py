@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,23 +152,16 @@ class StageTimes(Callback):
         if trainer.global_step != self.first:
             return
         strategy = strategy_of(trainer)
-        executor: Any = strategy.run.executor
-        run = executor.run
         device = strategy.root_device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         barrier(strategy.mesh.world, device)
         self._times = ActionTimes(device)
-
-        def timed(step_fn: Any, microbatches: Any, backward: Any = None, **options: Any) -> Any:
-            timed_passes = replace(backward, times=self._times)
-            return run(step_fn, microbatches, timed_passes, **options)
-
-        executor.run = timed
+        strategy.run.executor.times.append(self._times)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Stop recording."""
-        strategy_of(trainer).run.executor.__dict__.pop("run", None)
+        strategy_of(trainer).run.executor.times.clear()
 
     def on_train_end(self, trainer: Trainer, *args: Any) -> None:
         """Gather the actions of all stages, and the measurements of ``schedule="auto"``."""

@@ -5,6 +5,7 @@ collectives, at which a recording can intercept them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -45,18 +46,16 @@ class CollectiveLauncher:
     without the operations of the backend inside it, such as copies between tensors. Collectives of
     Python objects and barriers are not recorded, because they run on the host.
 
-    With a clock, the launcher marks the beginning and end of everything that waits for other ranks.
+    Everything that waits for other ranks does so inside of the contexts of those who measure it.
     """
 
-    __slots__ = ("clock", "recorder", "waits")
+    __slots__ = ("around_waits", "recorder")
 
     def __init__(self) -> None:
         #: Recording of the current computation; None outside of recordings.
         self.recorder: CollectiveRecorder | None = None
-        #: Function that marks a moment; None while waits are not measured.
-        self.clock: Callable[[], Any] | None = None
-        #: Marks before and after each wait; the owner of the clock empties the list.
-        self.waits: list[tuple[Any, Any]] = []
+        #: Functions that return a context for each wait, of those who measure waits now.
+        self.around_waits: list[Callable[[], AbstractContextManager[None]]] = []
 
     def run(self, collective: Callable[[], object], *written: Tensor) -> None:
         """Run a collective that writes some tensors and is complete when it returns.
@@ -73,21 +72,21 @@ class CollectiveLauncher:
         if self.recorder is not None:
             return self.recorder.start(collective, written)
         work = collective()
-        return work if self.clock is None else _TimedWork(work, self)
+        return _TimedWork(work, self) if self.around_waits else work
 
     def wait(self, function: Callable[[], _Result]) -> _Result:
-        """Call a function that waits for other ranks; mark its beginning and end with a clock."""
+        """Call a function that waits for other ranks, inside of the contexts for waits."""
         # A compiled graph must not depend on whether this step is measured.
-        if torch.compiler.is_compiling() or self.clock is None:
+        if torch.compiler.is_compiling() or not self.around_waits:
             return function()
-        start = self.clock()
-        result = function()
-        self.waits.append((start, self.clock()))
-        return result
+        with ExitStack() as stack:
+            for around in self.around_waits:
+                stack.enter_context(around())
+            return function()
 
 
 class _TimedWork:
-    """Handle of a collective whose wait the launcher marks."""
+    """Handle of a collective whose wait is measured."""
 
     def __init__(self, work: Work, launcher: CollectiveLauncher) -> None:
         self._work = work

@@ -112,11 +112,15 @@ class Journal:
     because their number may differ between ranks.
     """
 
-    __slots__ = ("_destroyed", "_label", "_last", "_recorded", "counts", "device", "parts")
+    __slots__ = (
+        "_destroyed", "_label", "_last", "_recorded", "counts", "device", "num_replayed", "parts"
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._destroyed: frozenset[str] = frozenset()
         self.counts: dict[str, int] = {}
+        #: Number of those that replays of graphs have started, for which no host waits.
+        self.num_replayed = 0
         self._last: tuple[str, str, int, tuple[int, ...]] | None = None
         self._recorded: list[RecordedCall] | None = None
         self._label = ""
@@ -163,6 +167,11 @@ class Journal:
             self.parts.append(str(part))
             self.device.advance()
 
+    @property
+    def is_recording(self) -> bool:
+        """Return whether a computation is captured now, whose collectives do not start."""
+        return self._recorded is not None
+
     @contextmanager
     def recording(self, label: str = "") -> Iterator[list[RecordedCall]]:
         """Record the collectives that the block starts, in their order, without counting them.
@@ -200,6 +209,7 @@ class Journal:
         """
         for kind, axis, ranks in calls:
             self.note(kind, axis, ranks)
+        self.num_replayed += len(calls)
         if calls and self._last is not None:
             _, axis, number, ranks = self._last
             self._last = (label, axis, number, ranks)

@@ -110,14 +110,25 @@ class ActionTimes:
     Times on a GPU are those of the compute stream, and recording does not make the host wait. Call
     :meth:`measure` only after the stream waits for the tensors that the action receives; otherwise
     the time of the action includes the wait.
+
+    Args:
+        device: Device of the stage.
+        measures_memory: Whether to record the growth of memory, too, which takes the host longer.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, measures_memory: bool = True) -> None:
         self._device = device
+        self._measures_memory = measures_memory and device.type == "cuda"
         self._clock = DeviceClock(device)
         self._origin = self._clock.mark()
+        self._begun: Any = None
         self._records: list[tuple[Action, Any, Any, int]] = []
         self._messages: list[int] = []
+
+    def begin_run(self) -> None:
+        """Mark the beginning of a run of a schedule, before it waits for tensors."""
+        if self._begun is None:
+            self._begun = self._clock.mark()
 
     @contextmanager
     def measure(self, action: Action) -> Iterator[None]:
@@ -147,6 +158,16 @@ class ActionTimes:
             (action, since(self._origin, start), since(self._origin, stop))
             for action, start, stop, _ in self._records
         ]
+
+    def length_and_busy(self) -> tuple[float, float]:
+        """Return the time from the first run's beginning to the last action's end, and that of all
+        actions in it; 0 without actions. The host waits for the device (seconds).
+        """
+        if not self._records:
+            return 0.0, 0.0
+        spans = self.spans()
+        begin = self._clock.seconds(self._origin, self._begun)
+        return spans[-1][2] - begin, sum(stop - start for _, start, stop in spans)
 
     def medians(self, num_chunks: int) -> tuple[ActionMedians, ...]:
         """Return the medians of every chunk, after a wait for the device.
@@ -181,7 +202,7 @@ class ActionTimes:
         return ActionMedians(seconds, kept, waiting)
 
     def _allocated(self) -> int:
-        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+        return torch.cuda.memory_allocated(self._device) if self._measures_memory else 0
 
 
 def gather_measurements(

@@ -10,6 +10,7 @@ from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.remote_tensor import with_values
 from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone
+from lightning_megatron.pipeline.action_times import ActionTimes
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.pipeline.step_plans import StepFn, StepPlans, Trial
 from lightning_megatron.pipeline.step_run import (
@@ -76,6 +77,9 @@ class PipelineExecutor:
         self._programs: dict[tuple[int, bool], tuple[Schedule, Sequence[Instruction], Points]] = {}
         self.plans = StepPlans(self.call)
         self._actions = actions
+        #: Recorders of the times of the actions in runs with backward passes, unless a graph
+        #: captures the run.
+        self.times: list[ActionTimes] = []
         # Graphs read the weight of a microbatch at one address.
         self._fixed_weight = None if actions is None else new_weight(mesh.device)
 
@@ -120,6 +124,7 @@ class PipelineExecutor:
             backward,
             self._fixed_weight,
             self._actions,
+            () if backward is None or self.mesh.journal.is_recording else self.times,
         )
         if self.model is not None and self.mesh.pp.size > 1:
             self._prepare(run, self.model, trial or Trial())

@@ -5,7 +5,7 @@ weights of microbatches, and the observers of actions and backward passes.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -159,7 +159,6 @@ class BackwardPasses:
         loss_weight: Factor of the main loss, for layers that attach losses; None if there are none.
         weight_gradients: Queue of the gradient slots, for schedules with input and weight halves.
             None computes all gradients in the input halves.
-        times: Recorder of the times of the run's actions; None records nothing.
     """
 
     loss_of: LossOf | None = None
@@ -169,7 +168,6 @@ class BackwardPasses:
     inspector: Inspector | None = None
     loss_weight: LossWeight | None = None
     weight_gradients: WeightGradientQueue | None = None
-    times: ActionTimes | None = None
 
 
 @dataclass(eq=False)
@@ -186,6 +184,7 @@ class StepRun:
         fixed_weight: Tensor from which attached losses read the weight of every microbatch, as
             :class:`MicrobatchWeights` describes; None makes new tensors.
         actions: Observer of the actions; None without one.
+        times: Recorders of the times of the actions.
     """
 
     mesh: ParallelMesh
@@ -197,6 +196,7 @@ class StepRun:
     backward: BackwardPasses | None
     fixed_weight: Tensor | None
     actions: ActionObserver | None
+    times: Sequence[ActionTimes] = ()
 
     def __post_init__(self) -> None:
         self._axis = self.mesh.pp
@@ -220,7 +220,6 @@ class StepRun:
         self._boundaries: dict[Any, list[TensorSpec]] = {}
         self._pending: list[Pending] = []
         passes = self.backward or BackwardPasses()
-        self._times = passes.times
         self._weights = MicrobatchWeights(passes.loss_weight, self.mesh.device, self.fixed_weight)
         self._weight_gradients = passes.weight_gradients or WeightGradientQueue()
 
@@ -230,6 +229,8 @@ class StepRun:
 
         If an error ends the step, queued weight gradients are discarded.
         """
+        for times in self.times:
+            times.begin_run()
         try:
             yield
             for pending in self._pending:
@@ -252,9 +253,11 @@ class StepRun:
         self._axis.journal.begin_part(action)
         self._wait_for_tensors(action.kind, key)
         # The time of an action starts when the tensors that it reads have been received.
-        measured = nullcontext() if self._times is None else self._times.measure(action)
-        observed = nullcontext() if self.actions is None else self.actions.during(action)
-        with measured, observed:
+        with ExitStack() as stack:
+            for times in self.times:
+                stack.enter_context(times.measure(action))
+            if self.actions is not None:
+                stack.enter_context(self.actions.during(action))
             if action.kind == "F":
                 self._forward(key)
             elif action.kind == "B":
@@ -288,8 +291,8 @@ class StepRun:
         for transfer, received in zip(receives, buffers, strict=True):
             key = (transfer.chunk, transfer.microbatch)
             (self._inputs if transfer.kind == "F" else self._gradients)[key] = received
-            if self._times is not None:
-                self._times.record_message(sum(buffer.nbytes for buffer in received))
+            for times in self.times:
+                times.record_message(sum(buffer.nbytes for buffer in received))
             self._arrivals[transfer.kind, key] = pending
 
     def _forward(self, key: ChunkMicrobatch) -> None:

@@ -118,9 +118,9 @@ BUDGETS: dict[str, int] = {
     "memory": 760,
     "models": 4400,
     "optimizer": 3120,
-    "pipeline": 780,
+    "pipeline": 800,
     "plan": 3710,
-    "strategy": 13425,
+    "strategy": 13510,
     "swap": 8940,
     "tasks": 4520,
 }

@@ -126,9 +126,9 @@ def test_float16_scales_the_loss_and_skips_steps_that_overflow():
     plugin = MegatronPrecision("16-mixed", scale)
     runner, model = trainer(plugins=[plugin], precision=None, max_epochs=6), Language()
     runner.fit(model, tokens())
+    assert "skipped_steps" not in runner.callback_metrics, "TrainingMetrics logs it"
     assert plugin.skipped_steps > 0
     assert scale.scale < 2.0**40
-    assert runner.callback_metrics["skipped_steps"] == plugin.skipped_steps
     assert runner.callback_metrics["loss"] < 5.6
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_megatron import MegatronStrategy, TrainingMetrics
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.strategy.callbacks import model_flops
-from lightning_megatron.strategy.callbacks.training_metrics import StepClock
+from lightning_megatron.strategy.callbacks.step_clock import StepClock
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from tests.cli_modules import Line, Points
 

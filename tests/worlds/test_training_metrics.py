@@ -5,6 +5,7 @@ layout.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_megatron import TrainingMetrics
+from lightning_megatron import StragglerWatch, TrainingMetrics
+from lightning_megatron.plan.cuda_graphs import CudaGraphs
+from lightning_megatron.plan.schedule import build_schedule
+from lightning_megatron.plan.simulate import StageCosts, simulate
+from lightning_megatron.strategy.callbacks import stragglers, training_metrics
 from tests.fits import (
     BATCH,
     GPT2,
@@ -40,8 +45,12 @@ MIXED = (
     + 2 * 32 * 384
 )
 PEAK = 2e-3
+EXPOSED = "train/exposed_communication"
+SAMPLED = ("train/bubble", EXPOSED, "train/step_seconds")
 #: Seconds that the first rank takes for a sample.
 NAP = 0.03
+#: Seconds of a pass whose bubble is measured; the backward pass takes twice as long.
+PAUSE = 0.1
 
 
 class SlowTokens(Tokens):
@@ -69,6 +78,14 @@ def callbacks() -> list[pl.Callback]:
     return [Kept(), TrainingMetrics(peak_tflops=PEAK)]
 
 
+def callbacks_that_tell() -> list[pl.Callback]:
+    """The same with a watch of ranks, in a process that ends after the test."""
+    kept, metrics = callbacks()
+    said = kept.outcomes["said"] = []
+    training_metrics.rank_zero_info = stragglers.rank_zero_info = said.append
+    return [kept, metrics, StragglerWatch(num_steps=1, interval=1)]
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -81,16 +98,44 @@ class Block(nn.Module):
 class Blocks(Module):
     """A network of plain blocks, whose FLOPs torch counts."""
 
+    block: type[Block] = Block
+    num_blocks = 2
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(self.block() for _ in range(self.num_blocks))
 
     def loss(self, batch: Any) -> Tensor:
         hidden = batch[0]
         for block in self.blocks:
             hidden = block(hidden)
         return F.mse_loss(hidden, batch[1])
+
+
+class Pause(torch.autograd.Function):
+    """Sleep in the forward pass, and twice as long in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        time.sleep(PAUSE)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        time.sleep(2 * PAUSE)
+        return gradient
+
+
+class SlowBlock(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return Pause.apply(super().forward(hidden))
+
+
+class SlowBlocks(Blocks):
+    """Four blocks whose passes take known times."""
+
+    block, num_blocks = SlowBlock, 4
 
 
 def job(layout: dict[str, Any], clips: bool = False, **options: Any) -> Job:
@@ -122,11 +167,29 @@ OWN = {
         "own pp2": {"pp": 2, "pipeline_plan": {"blocks": "blocks"}},
     }.items()
 }
+#: Pipelines of passes with known times: 1f1b in four stages, and with chunks in two.
+SLOW = {
+    f"slow {schedule}": job(
+        {**layout, "pipeline_plan": {"blocks": "blocks"}, "schedule": schedule},
+        model=SlowBlocks,
+        data=Vectors,
+        steps=4,
+    )
+    for schedule, layout in {"1f1b": {"pp": 4}, "interleaved": {"pp": 2, "vpp": 2}}.items()
+}
+#: Graphs of whole steps, which contain all collectives, and of layers.
+GRAPHS = {
+    f"{mode} graphs": replace(
+        job({"pp": 2, "tp": 2, "cuda_graphs": CudaGraphs(mode, warmup_steps=1)}, steps=4),
+        callbacks=callbacks_that_tell,
+    )
+    for mode in ("full", "segments")
+}
 
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, list[Report]]:
-    return run_jobs_on(4, JOBS | OWN)
+    return run_jobs_on(4, JOBS | OWN | SLOW | GRAPHS)
 
 
 def check(values: dict[str, float], num_steps: int, num_gpus: int, forward: float) -> None:
@@ -177,6 +240,39 @@ def test_flops_of_own_modules_are_those_of_the_whole_module(name, reports):
     product = 2 * 6 * 8 * 8
     flops = values["train/tflops_per_gpu"] * 1e12 * 4 * values["train/step_seconds"]
     assert flops == pytest.approx(BATCH * (2 * product + 3 * 3 * product))
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_the_bubble_is_that_of_the_simulator_for_passes_with_known_times(name, reports):
+    layout = SLOW[name].strategy
+    stages, chunks = layout["pp"], layout.get("vpp", 1)
+    microbatches = BATCH // (4 // stages) // 2
+    schedule = build_schedule(layout["schedule"], stages, microbatches, chunks)
+    virtual = stages * chunks
+    bubble = simulate(schedule, StageCosts(*((1,) * virtual,) * 3)).bubble
+    ranks = [report.outcomes["values"] for report in reports[name]]
+    assert ranks == [ranks[0]] * 4
+    busy = 3 * PAUSE * microbatches * chunks
+    idle = busy * bubble / (1 - bubble)
+    # Other programs may disturb some of the steps.
+    measured = [tuple(values[name] for name in SAMPLED) for values in ranks[0]]
+    assert any(
+        # What is neither a pause nor a wait is work of the host.
+        abs(share - bubble) < 0.01 and idle / seconds - 0.02 < exposed < 1 - busy / seconds
+        for share, exposed, seconds in measured
+    ), (bubble, measured)
+
+
+@pytest.mark.parametrize("mode", ["full", "segments"])
+def test_what_graphs_hide_is_left_out_and_said_once(mode, reports):
+    first, *_, last = reports[f"{mode} graphs"][0].outcomes["values"]
+    hidden = {"full": {"train/bubble", EXPOSED}, "segments": {EXPOSED}}[mode]
+    assert set(first) - set(last) == hidden
+    said = reports[f"{mode} graphs"][0].outcomes["said"]
+    told = [text for text in said if "cannot be logged" in text]
+    assert len(told) == 1
+    assert told[0].startswith(" and ".join(sorted(hidden)) + " cannot be logged: CUDA graphs run ")
+    assert sum("StragglerWatch does not see the waits in" in text for text in said) == 1
 
 
 def test_a_wait_for_data_is_that_of_the_rank_that_waits_longest(reports):

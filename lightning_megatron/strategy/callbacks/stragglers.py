@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from statistics import median, median_low
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
@@ -17,10 +16,9 @@ from typing_extensions import override
 from lightning_megatron.errors import ParallelPlanError, SpeedWarning
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.pipeline.action_times import DeviceClock
 from lightning_megatron.plan.settings import Count, Positive, coerced_arguments
+from lightning_megatron.strategy.callbacks.step_clock import StepClock
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
-from lightning_megatron.strategy.private.data_loading import observe_fetches
 
 #: Fraction of the compared steps in which a rank must be slow: single pauses name no rank.
 _MOST_STEPS = 0.9
@@ -149,8 +147,10 @@ class StragglerWatch(Callback):
         #: The slow ranks of the last comparison, by rank; the same on every rank.
         self.slow: dict[int, Straggler] = {}
         self._undo = ExitStack()
-        self._clock: _OwnClock | None = None
+        self._clock: StepClock | None = None
+        self._place = ""
         self._num_batches = 0
+        self._is_blind = False
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -159,6 +159,7 @@ class StragglerWatch(Callback):
         self._clock = None
         self.slow = {}
         self._num_batches = 0
+        self._is_blind = False
         if trainer.world_size == 1:
             return
         if not isinstance(strategy, MegatronStrategy) or strategy.layout.pp == trainer.world_size:
@@ -167,13 +168,14 @@ class StragglerWatch(Callback):
                 "a pipeline stage, because stages have different work."
             )
             return
-        self._clock = _OwnClock(strategy.mesh)
-        self._undo.callback(self._clock.stop)
-        observe_fetches(trainer, self._begin_step, self._clock.mark_step, self._undo)
+        device = strategy.mesh.device
+        unit = "CPU" if device.type == "cpu" else f"GPU {device.index}"
+        self._place = f"host {socket.gethostname()}, {unit}"
+        self._clock = StepClock(strategy.mesh)
+        self._clock.observe(trainer, self._is_measured, self._undo)
 
-    def _begin_step(self) -> None:
-        if self._clock and self._num_batches % self.interval >= self.interval - self.num_steps:
-            self._clock.begin_step()
+    def _is_measured(self) -> bool:
+        return self._num_batches % self.interval >= self.interval - self.num_steps
 
     @override
     def on_train_batch_end(
@@ -184,10 +186,23 @@ class StragglerWatch(Callback):
             return
         self._clock.end_step()
         if self._num_batches % self.interval == 0:
-            self._compare(self._clock)
+            assert isinstance(trainer.strategy, MegatronStrategy), "others are not compared"
+            self._compare(self._clock, trainer.strategy.mesh)
 
-    def _compare(self, clock: _OwnClock) -> None:
-        ranks = all_gather_objects(clock.take_times(), clock.mesh.world_cpu)
+    def _compare(self, clock: StepClock, mesh: ParallelMesh) -> None:
+        steps = clock.take_steps()
+        own = tuple(one.step - one.waiting for one in steps)
+        data = tuple(one.data for one in steps)
+        times = RankTimes(mesh.rank, mesh.pp.rank, self._place, own, data)
+        ranks = all_gather_objects(times, mesh.world_cpu)
+        num_replayed = max((one.num_replayed for one in steps), default=0)
+        if num_replayed and not self._is_blind:
+            self._is_blind = True
+            rank_zero_info(
+                f"StragglerWatch does not see the waits in {num_replayed} collectives of a step, "
+                "which CUDA graphs run: they count as computing, on all ranks alike. A slow rank "
+                "is found if the others wait for it elsewhere, such as for data or gradients."
+            )
         found = {one.times.rank: one for one in find_stragglers(ranks, self.above)}
         last = self._num_batches
         for rank in sorted(found.keys() - self.slow.keys()):
@@ -206,62 +221,3 @@ class StragglerWatch(Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         self._undo.close()
-
-
-class _OwnClock:
-    """Clock of the steps of this rank and of its waits, which it reads when asked for the times."""
-
-    def __init__(self, mesh: ParallelMesh) -> None:
-        self.mesh = mesh
-        self._launcher = mesh.world.launcher
-        self._clock = DeviceClock(mesh.device)
-        self._is_gpu = mesh.device.type == "cuda"
-        self._stream = torch.cuda.current_stream() if self._is_gpu else None
-        self._marks: list[Any] = []
-        self._steps: list[tuple[list[Any], list[tuple[Any, Any]]]] = []
-
-    def begin_step(self) -> None:
-        """Mark the beginning of a step that is measured, before its batch is loaded."""
-        self._launcher.waits = []
-        self._launcher.clock = self._mark_wait
-        self._marks = [self._clock.mark()]
-
-    def _mark_wait(self) -> Any:
-        """Return a mark of the compute stream; None on another stream and inside a capture."""
-        if self._is_gpu and (
-            torch.cuda.is_current_stream_capturing() or torch.cuda.current_stream() != self._stream
-        ):
-            return None
-        return self._clock.mark()
-
-    def mark_step(self) -> None:
-        """Mark a moment of a step that is measured: when its batch is loaded, and its end."""
-        if self._launcher.clock is not None:
-            self._marks.append(self._clock.mark())
-
-    def end_step(self) -> None:
-        """End a step, if it is measured."""
-        if self._launcher.clock is not None:
-            self.mark_step()
-            self._launcher.clock = None
-            self._steps.append((self._marks, self._launcher.waits))
-
-    def stop(self) -> None:
-        """Measure no further waits."""
-        self._launcher.clock = None
-
-    def take_times(self) -> RankTimes:
-        """Return the times of this rank since the last call, after a wait for the device."""
-        self._clock.finish()
-        seconds = self._clock.seconds
-        own = []
-        data = []
-        for (start, loaded, stop), pairs in self._steps:
-            waits = [seconds(*pair) for pair in pairs if None not in pair]
-            own.append(seconds(start, stop) - sum(waits))
-            data.append(seconds(start, loaded))
-        self._steps.clear()
-        device = self.mesh.device
-        unit = "CPU" if device.type == "cpu" else f"GPU {device.index}"
-        place = f"host {socket.gethostname()}, {unit}"
-        return RankTimes(self.mesh.rank, self.mesh.pp.rank, place, tuple(own), tuple(data))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, get_args
@@ -13,7 +12,7 @@ import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -26,8 +25,8 @@ from lightning_megatron.plan.budget import GIB
 from lightning_megatron.plan.chips import known_chip
 from lightning_megatron.plan.settings import Positive, coerced_arguments
 from lightning_megatron.strategy.callbacks.model_flops import ModelFlops
+from lightning_megatron.strategy.callbacks.step_clock import StepClock, StepTimes
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
-from lightning_megatron.strategy.private.data_loading import observe_fetches
 from lightning_megatron.strategy.private.loops import (
     accumulates,
     is_logged,
@@ -44,6 +43,8 @@ Metric = Literal[
     "train/tokens_per_second_per_gpu",
     "train/tflops_per_gpu",
     "train/mfu",
+    "train/bubble",
+    "train/exposed_communication",
     "train/learning_rate",
     "train/gradient_norm",
     "train/loss_scale",
@@ -51,44 +52,8 @@ Metric = Literal[
     "train/peak_memory_gib",
     "train/reserved_memory_gib",
 ]
-#: Parts of the time of a fit, which a :class:`StepClock` distinguishes.
-Part = Literal["training", "data", "validation", "saves"]
-
-
-class StepClock:
-    """Stopwatch of a fit: every moment belongs to one part, at first to ``training``."""
-
-    def __init__(self) -> None:
-        #: Time of each part since the start (seconds).
-        self.totals: dict[Part, float] = dict.fromkeys(get_args(Part), 0.0)
-        self._before = dict(self.totals)
-        self._part: Part = "training"
-        self._since = time.perf_counter()
-
-    def enter(self, part: Part) -> Part:
-        """Let the time from now on belong to a part, and return the part before it."""
-        now = time.perf_counter()
-        before = self._part
-        self.totals[before] += now - self._since
-        self._since = now
-        self._part = part
-        return before
-
-    @contextmanager
-    def during(self, part: Part) -> Iterator[None]:
-        """Let the time inside the block belong to a part."""
-        before = self.enter(part)
-        try:
-            yield
-        finally:
-            self.enter(before)
-
-    def lap(self) -> dict[Part, float]:
-        """Return the time of each part since the last lap (seconds)."""
-        self.enter(self._part)
-        lap = {part: total - self._before[part] for part, total in self.totals.items()}
-        self._before = dict(self.totals)
-        return lap
+#: Metrics that are measured on the device, in logged steps.
+_SAMPLED = {"train/bubble", "train/exposed_communication"}
 
 
 class TrainingMetrics(Callback):
@@ -106,6 +71,12 @@ class TrainingMetrics(Callback):
     * ``train/tflops_per_gpu``: model TFLOP/s by the rule of :meth:`GPTConfig.flops_per_token`,
       which counts neither recomputation nor the zeros above the diagonal of causal attention.
     * ``train/mfu``: ``tflops_per_gpu`` over ``peak_tflops``, between 0 and 1.
+    * ``train/bubble``: share of the time of the schedule, from its beginning to the last pass of
+      any stage, in which a stage runs no pass; a mean over ranks, in the logged step alone. It is
+      the bubble of ``lightning-megatron schedule`` with true times.
+    * ``train/exposed_communication``: share of the logged step in which a rank waits in collectives
+      and transfers, which includes bubble and slow ranks; a mean over ranks. On GPUs the compute
+      stream waits: what computation hides does not count, as in the table of :class:`Profile`.
     * ``train/learning_rate``: that of the step. Parameter groups whose rate differs from that of
       the first one follow as ``train/learning_rate/1``, numbered over all optimizers.
     * ``train/gradient_norm``: 2-norm of the whole model's gradient before it is clipped, equal to
@@ -120,7 +91,10 @@ class TrainingMetrics(Callback):
 
     A value that does not exist is left out: tokens of batches without token ids, FLOPs of modules
     whose step cannot run on meta tensors, the MFU of a GPU whose peak is not known, memory on
-    CPUs, and norm and loss scale under strategies other than :class:`MegatronStrategy`.
+    CPUs, the bubble without pipeline stages, communication on one rank, and under strategies other
+    than :class:`MegatronStrategy` also norm and loss scale. Graphs of whole steps have no bubble,
+    and graphs with collectives no exposed communication, because the host sees nothing inside of
+    them: a message says so once. :class:`Profile` shows both.
 
     The device is waited for at logged steps alone, whose values loggers read in any case. A logger
     that raises an error in a step does not end the training: the error is shown once.
@@ -166,6 +140,7 @@ class TrainingMetrics(Callback):
         #: Rates and gradient norm of the optimizers of a logged step, by their ids.
         self._rates: dict[int, list[float]] = {}
         self._norms: dict[int, Tensor | None] = {}
+        self._is_told = False
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -177,10 +152,12 @@ class TrainingMetrics(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin()
-        clock = self.clock
-        begin = partial(clock.enter, "data")
-        end = partial(clock.enter, "training")
-        observe_fetches(trainer, begin, end, self._undo)
+        strategy = trainer.strategy
+        if isinstance(strategy, MegatronStrategy) and trainer.world_size > 1:
+            executor = strategy.run.executor if strategy.layout.pp > 1 else None
+            self.clock = StepClock(strategy.mesh, executor)
+        measures = bool(_SAMPLED & self.metrics)
+        self.clock.observe(trainer, lambda: measures and is_logged(trainer), self._undo)
         save = partial(self._save, trainer.save_checkpoint)
         replace_method(self._undo, trainer, "save_checkpoint", save)
         for logger in trainer.loggers:
@@ -232,6 +209,7 @@ class TrainingMetrics(Callback):
             # A progress bar before this callback has asked for the values.
             return
         self._last_batch = index
+        self.clock.end_step()
         self._add(batch)
         if accumulates(trainer):
             return
@@ -261,23 +239,29 @@ class TrainingMetrics(Callback):
             torch.cuda.synchronize(device)
         lap = self.clock.lap()
         seconds = [lap["training"] + lap["data"], lap["data"]]
-        most = torch.tensor([*seconds, *memory_of(device)], dtype=torch.float64)
-        work = torch.tensor([self._tokens, self._flops], dtype=torch.float64)
+        batches = self.clock.take_steps()
+        sampled = StepTimes(*map(sum, zip(*batches, strict=True))) if batches else StepTimes()
+        largest = [*seconds, *memory_of(device), sampled.schedule, sampled.num_replayed]
+        most = torch.tensor(largest, dtype=torch.float64)
+        summed = [self._tokens, self._flops, sampled.passes, sampled.share_of_waits]
+        sums = torch.tensor(summed, dtype=torch.float64)
         if isinstance(trainer.strategy, MegatronStrategy):
             mesh = trainer.strategy.mesh
             most = all_reduce_(most, mesh.world_cpu, "max")
-            work = all_reduce_(work, mesh.world_cpu)
+            sums = all_reduce_(sums, mesh.world_cpu)
             # Ranks of a replica read the same batch.
-            work = work / (mesh.world.size // mesh.dp.size)
+            work = sums[:2] / (mesh.world.size // mesh.dp.size)
         else:
-            work = work * count_replicas(trainer)
+            work = sums[:2] * count_replicas(trainer)
         num_steps = self._num_steps
         self._tokens = 0
         self._flops = 0.0
         self._num_steps = 0
-        step, data, peak, reserved = most.tolist()
+        step, data, peak, reserved, schedule, num_replayed = most.tolist()
         values = {"train/step_seconds": step / num_steps, "train/data_seconds": data / num_steps}
         values |= self._rates_of_work(trainer, *(work / step).tolist())
+        passes, exposed = (sums[2:] / trainer.world_size).tolist()
+        values |= self._sampled(trainer, schedule, passes, exposed, int(num_replayed))
         values |= self._values_of_step(trainer)
         if device.type == "cuda":
             values["train/peak_memory_gib"] = peak
@@ -296,6 +280,40 @@ class TrainingMetrics(Callback):
             peak = self.peak_tflops or published_peak(trainer)
             if peak:
                 values["train/mfu"] = tflops / peak
+        return values
+
+    def _sampled(
+        self, trainer: Trainer, schedule: float, passes: float, exposed: float, num_replayed: int
+    ) -> dict[str, float]:
+        """Return bubble and exposed communication of the logged step.
+
+        Args:
+            schedule: That of the rank on which it takes longest; see :class:`StepTimes` (seconds).
+            passes: Mean over the ranks (seconds).
+            exposed: Share of a step in which a rank waits for others; mean over the ranks.
+            num_replayed: Collectives that graphs have run, on the rank with the most.
+        """
+        is_measured = self.metrics & _SAMPLED and trainer.world_size > 1
+        if not isinstance(trainer.strategy, MegatronStrategy) or not is_measured:
+            return {}
+        values = {}
+        missing = []
+        if schedule:
+            values["train/bubble"] = 1 - passes / schedule
+        elif trainer.strategy.layout.pp > 1:
+            missing.append("train/bubble")
+        if num_replayed:
+            missing.append("train/exposed_communication")
+        else:
+            values["train/exposed_communication"] = exposed
+        unseen = self.metrics.intersection(missing)
+        if unseen and not self._is_told:
+            self._is_told = True
+            rank_zero_info(
+                f"{' and '.join(sorted(unseen))} cannot be logged: CUDA graphs run "
+                f"{num_replayed} collectives of a step, in which the host sees no waits. "
+                "Profile shows them."
+            )
         return values
 
     def _values_of_step(self, trainer: Trainer) -> dict[str, float]:

@@ -219,8 +219,8 @@ class MegatronPrecision(Precision):
             self._has_warned_of_skip = True
             rank_zero_warn(
                 "precision 16-mixed skipped a step: its gradients overflowed at loss scale "
-                f"{scale:g}. Some skips are normal until the scale fits; the metric "
-                "`skipped_steps` counts them. If skips continue, use "
+                f"{scale:g}. Some skips are normal until the scale fits; TrainingMetrics logs "
+                "their number as train/skipped_steps. If skips continue, use "
                 "Trainer(precision='bf16-mixed') or a lower learning rate. Later skips are not "
                 "reported.",
                 category=SpeedWarning,

@@ -7,8 +7,7 @@ outside, so that ranges cost nothing while no profile runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -73,13 +72,14 @@ class Ranges:
             Interception(layer, "_compiled_call_impl" if is_compiled else "forward", name)
             for name, layer, is_compiled in named_layers(self._module)
         ]
-        executor = [Interception(self._run.executor, "run", "schedule")]
         update = [Interception(state, "update", "optimizer update")]
         repeat = EffectObservers.repeat
         with ExitStack() as stack:
             stack.enter_context(intercepted([Interception(*call) for call in calls], self._call))
             stack.enter_context(intercepted(layers, self._call_layer))
-            stack.enter_context(intercepted(executor, self._call_executor))
+            actions = _RangedActions(self._mesh.device, self)
+            self._run.executor.times.append(actions)
+            stack.callback(self._run.executor.times.remove, actions)
             stack.enter_context(intercepted(update, self._call_update))
             # The objects that repeat effects belong to graphs, so their class is changed.
             stack.callback(setattr, EffectObservers, "repeat", repeat)
@@ -103,20 +103,6 @@ class Ranges:
     ) -> Any:
         with self.during(place.name):
             return original(*args, **kw)
-
-    def _call_executor(
-        self,
-        place: Interception,
-        original: Callable[..., Any],
-        step_fn: Any,
-        microbatches: Any,
-        backward: Any = None,
-        **options: Any,
-    ) -> Any:
-        if backward is not None:
-            times = _RangedActions(self._mesh.device, self, backward.times)
-            backward = replace(backward, times=times)
-        return original(step_fn, microbatches, backward, **options)
 
     def _call_update(
         self,
@@ -225,28 +211,17 @@ def named_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
 
 
 class _RangedActions(ActionTimes):
-    """Recorder that opens a range for each action, around another recorder.
+    """Recorder that opens a range for each action instead of recording it."""
 
-    Args:
-        times: The other recorder; None without one.
-    """
-
-    def __init__(self, device: torch.device, ranges: Ranges, times: ActionTimes | None) -> None:
+    def __init__(self, device: torch.device, ranges: Ranges) -> None:
         super().__init__(device)
         self._ranges = ranges
-        self._times = times
 
     @contextmanager
     def measure(self, action: Action) -> Iterator[None]:
         """Open the range of an action for the block."""
-        measured = nullcontext() if self._times is None else self._times.measure(action)
-        with self._ranges.during(name_of(action)), measured:
+        with self._ranges.during(name_of(action)):
             yield
-
-    def record_message(self, num_bytes: int) -> None:
-        """Pass the size of a message on (bytes)."""
-        if self._times is not None:
-            self._times.record_message(num_bytes)
 
 
 class CollectiveRanges:

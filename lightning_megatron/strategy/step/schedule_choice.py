@@ -48,8 +48,7 @@ class ScheduleChoice:
         self._name = name
         self._placement = mesh.layout.placement
         self._num_steps = 0
-        #: Recorder for the next step; None if the next step is not measured.
-        self.times: ActionTimes | None = None
+        self._times = ActionTimes(mesh.device)
         #: Measurements of the first steps; None before the choice.
         self.measured: MeasuredStages | None = None
         self._schedules: dict[int, Schedule] = {}
@@ -65,16 +64,15 @@ class ScheduleChoice:
             return
         self._num_steps += 1
         if self._num_steps == WARMUP_STEPS:
-            self.times = ActionTimes(self._mesh.device)
+            self._executor.times.append(self._times)
         elif self._num_steps == WARMUP_STEPS + MEASURED_STEPS:
-            assert self.times is not None, "the warm-up is over"
-            medians = self.times.medians(self._placement.num_chunks)
+            self._executor.times.remove(self._times)
+            medians = self._times.medians(self._placement.num_chunks)
             free = self._free(medians, num_microbatches)
-            transfer = measure_transfer(self.times.message_bytes, self._mesh)
+            transfer = measure_transfer(self._times.message_bytes, self._mesh)
             self.measured = gather_measurements(
                 medians, self._mesh, self._placement, free, transfer
             )
-            self.times = None
             self._executor.use_schedule(self._schedule)
 
     def _schedule(self, num_microbatches: int, forward_only: bool) -> Schedule:

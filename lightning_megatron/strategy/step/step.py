@@ -256,8 +256,6 @@ class Step:
         self.attributes.begin()
         has_backward = call.passes is not None
         with self._replay.record(self.module) as recorder:
-            for name, value in self.precision.values_to_log().items():
-                self.module.log(name, value, on_step=True, on_epoch=False)
             call = replace(
                 call,
                 factor=self.precision.loss_factor,
@@ -443,7 +441,6 @@ class Step:
                 call.passes.backward,
                 loss_of=partial(self._loss_of, call.passes, losses),
                 weight_of=losses.weight_of,
-                times=None if self.choice is None else self.choice.times,
             )
         with draws:
             return self.executor.run(
