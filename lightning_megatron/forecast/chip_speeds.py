@@ -117,7 +117,9 @@ class ChipSpeeds:
         self._network = network
         self._calls: Mapping[str, Any] = content.get("calls", {})
         self._passes = self._needed("passes")
-        self._memory = max(size / seconds for size, seconds in self._passes)
+        # Smaller tensors stay in the cache.
+        size, seconds = self._passes[-1]
+        self._memory = size / seconds
         #: Time that the smallest kernel takes (s).
         self.latency: float = min(seconds for _, seconds in self._passes)
         self._ratios: dict[str, tuple[float, MeasuredRatios]] = {}
@@ -292,13 +294,12 @@ class ChipSpeeds:
         more = max(0.0, math.log2(ranks / measured)) * points[0][1]
         return _interpolated(points, moved) + more
 
-    def beside(self, kind: str, crosses_nodes: bool) -> tuple[float, float]:
-        """Return how much longer products, and a collective, take beside each other."""
+    def price(self, kind: str, crosses_nodes: bool) -> float:
+        """Return what a collective adds to the time of products beside it, over its own time."""
         links = self._content.get("links", {})
         level = "network" if crosses_nodes and "network beside" in links else "node"
-        slower: dict[str, dict[str, float]] = links.get(f"{level} beside", {})
-        found = slower.get(kind) or next(iter(slower.values()), {})
-        return found.get("product", 1.0), found.get("collective", 1.0)
+        prices: dict[str, float] = links.get(f"{level} beside", {})
+        return prices.get(kind, max(prices.values(), default=0.0))
 
     @property
     def launch_of_graph(self) -> float:

@@ -13,11 +13,11 @@ from lightning_megatron.forecast.measured_calls import Row, Stopwatch
 from lightning_megatron.groups.loopback import trial_collective
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "transfer")
-#: Size of the collectives beside products (bytes), and number of calls that are surely covered by
-#: the others, of which there are so many times more.
-_BESIDE = 2**28
-_COVERED = 20
-_COVERING = 4
+#: Size of the collectives beside products: a bucket of gradients (bytes); their number, and
+#: products for each of them.
+_BESIDE = 160_000_000
+_STARTS = 30
+_PRODUCTS = 2
 
 
 @dataclass(frozen=True)
@@ -69,39 +69,33 @@ class LinkTimes:
             times.append([size, whole, self._watch.seconds_of(run, calls)])
         return times
 
-    def beside(self, level: str) -> dict[str, dict[str, float]]:
-        """Measure how much longer products and collectives take beside each other, by kind."""
+    def beside(self, level: str) -> dict[str, float]:
+        """Measure what collectives add to the time of products beside them, by kind.
+
+        As in a backward pass, a collective starts every few products, and the products do not wait
+        for it. The result is the added time over that of the collectives alone.
+        """
         group, _ = self._groups[level]
         m, n, k = self._sizes.product
         x = torch.randn(m, k, device=self._device, dtype=torch.bfloat16)
         weight = torch.randn(k, n, device=self._device, dtype=torch.bfloat16)
         product = partial(torch.mm, x, weight)
-        slower = {}
+        prices = {}
         for kind in KINDS[:3]:
             run = trial_collective(kind, _BESIDE, self._device, group)
-            own = self._watch.repeated(run, _COVERED)
-            alone = self._watch.repeated(product, 2 * _COVERED)
-            products, _ = self._together(run, product, _COVERING * _COVERED, _COVERED)
-            _, collectives = self._together(run, product, _COVERED, _COVERING * _COVERED)
-            slower[kind] = {"product": products / alone, "collective": collectives / own}
-        return slower
+            own = self._watch.repeated(run, _STARTS)
+            both = partial(self._together, run, product)
+            both()
+            alone = self._watch.repeated(product, 2 * _STARTS * _PRODUCTS)
+            added = self._watch.repeated(both, 2) / _STARTS - _PRODUCTS * alone
+            prices[kind] = max(0.0, added / own)
+        return prices
 
-    def _together(
-        self, run: Callable[..., Any], product: Callable[[], Any], runs: int, products: int
-    ) -> tuple[float, float]:
-        """Return the mean times of products and collectives that start together."""
-        start, of_products, of_runs = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-        aside = torch.cuda.Stream(self._device)
-        torch.cuda.synchronize(self._device)
-        start.record()
-        works = [run(async_op=True) for _ in range(runs)]
-        for _ in range(products):
-            product()
-        of_products.record()
-        with torch.cuda.stream(aside):
-            works[-1].wait()
-            of_runs.record()
-        torch.cuda.synchronize(self._device)
-        ends = (of_products, products), (of_runs, runs)
-        spans = (start.elapsed_time(end) / 1000 / count for end, count in ends)
-        return next(spans), next(spans)
+    def _together(self, run: Callable[..., Any], product: Callable[[], Any]) -> None:
+        works = []
+        for _ in range(_STARTS):
+            works.append(run(async_op=True))
+            for _ in range(_PRODUCTS):
+                product()
+        for work in works:
+            work.wait()

@@ -51,43 +51,39 @@ class LinkedChip:
 
 
 def _queued(
-    operators: Sequence[Operator], machine: LinkedChip, of_pass: str, name: str
+    operators: Sequence[Operator], chip: LinkedChip, of_pass: str, name: str
 ) -> defaultdict[str, float]:
     """Return the times of operators that a device runs one after the other.
 
-    A collective with a number runs beside the operators up to its wait, and both take longer than
-    alone. What the device waits for is exposed.
+    A collective with a number runs beside the operators up to its wait, which it slows down. What
+    the device waits for is exposed.
     """
     times = defaultdict[str, float](float)
     device = 0.0
     channel = 0.0
-    slower = 1.0
-    ends: dict[int, float] = {}
+    flights: dict[int, tuple[float, float, float]] = {}
     for operator in operators:
         if operator.kind == "free":
             continue
         if operator.kind != "collective":
-            seconds = machine.speeds.seconds_of(operator)
-            beside = max(0.0, min(seconds, channel - device))
-            device += seconds + beside * (slower - 1)
+            device += chip.speeds.seconds_of(operator)
             continue
         before = device
         if operator.name == "wait":
-            device = max(device, ends.pop(operator.number, 0.0))
-        else:
-            crosses = machine.links[operator.axis].crosses_nodes
-            seconds = machine.collective(operator)
+            start, end, price = flights.pop(operator.number)
+            hidden = max(0.0, min(device, end) - start)
+            device = max(device, end) + price * hidden
+        elif operator.number:
             start = max(channel, device)
-            if operator.number:
-                slower, longer = machine.speeds.beside(operator.name, crosses)
-                channel = start + seconds * longer
-                ends[operator.number] = channel
-            else:
-                device = start + seconds
+            channel = start + chip.collective(operator)
+            crosses = chip.links[operator.axis].crosses_nodes
+            flights[operator.number] = start, channel, chip.speeds.price(operator.name, crosses)
+        else:
+            device = max(channel, device) + chip.collective(operator)
         times[f"{name} exposed {operator.axis}"] += device - before
     times[name] = device
-    if machine.eager:
-        times[f"{name} host"] = len(operators) * machine.speeds.host[of_pass]
+    if chip.eager:
+        times[f"{name} host"] = len(operators) * chip.speeds.host[of_pass]
     return times
 
 
@@ -100,6 +96,16 @@ def combined(parts: Iterable[tuple[int, Times]]) -> defaultdict[str, float]:
     return total
 
 
+def added(parts: Iterable[Times]) -> defaultdict[str, float]:
+    """Return the sum of times."""
+    return combined((1, times) for times in parts)
+
+
 def busy(times: Times, name: str) -> float:
     """Return how long a pass keeps a rank: what its device or its host needs, if that is more."""
     return max(times.get(name, 0.0), times.get(f"{name} host", 0.0))
+
+
+def busy_passes(times: Times) -> list[float]:
+    """Return how long each pass of a microbatch keeps a rank (s)."""
+    return [busy(times, name) for name in PASSES]

@@ -4,18 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain
 
 from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.forecast.chip_speeds import ChipSpeeds, Link
 from lightning_megatron.forecast.cluster import Cluster
+from lightning_megatron.forecast.pass_times import (
+    LinkedChip,
+    Times,
+    added,
+    busy,
+    busy_passes,
+    combined,
+)
+from lightning_megatron.forecast.traced_parts import (
+    PASSES,
+    LayerKind,
+    StageTrace,
+    kinds_of_layers,
+    only,
+    only_training,
+    smallest_layout,
+    trace_stage,
+)
+from lightning_megatron.forecast.update_time import Embedding, update_times
+from lightning_megatron.groups.mesh_groups import groups_of_rank
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.budget import TrainingShape, check_shape
-from lightning_megatron.plan.custom_schedule import build_order
+from lightning_megatron.plan.custom_schedule import build_order, order_may_split
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.partition import partition_of
+from lightning_megatron.plan.schedule import NAMED_SCHEDULES, ScheduleName
 from lightning_megatron.plan.simulate import StageCosts, simulate
 
 #: Length of a tick of the simulated schedule (s).
 _TICK = 1e-6
+#: Numbers of clusters whose speeds are remembered.
+_REMEMBERED = 16
 
 
 @dataclass(frozen=True)
@@ -60,48 +86,175 @@ def check_cluster(layout: ParallelLayout, cluster: Cluster) -> None:
 
 
 def estimate_time(
-    config: GPTConfig, layout: ParallelLayout, training: TrainingShape, cluster: Cluster
+    config: GPTConfig,
+    layout: ParallelLayout,
+    training: TrainingShape,
+    cluster: Cluster,
+    *,
+    overlaps_gathers: bool = True,
 ) -> StepTime:
     """Estimate the time of a training step; no GPU and no process group is needed.
+
+    Microbatches run through one and through two layers of each kind, by the code that trains them,
+    on tensors without elements. The times of their operators come from measurements of the chip.
+    The schedule adds the passes of the stages up. Gradients are reduced during the last backward
+    pass of each stage, and updated parameters are gathered during the next forward pass. Where the
+    host reads numbers of rows, routing is assumed to be even.
 
     Args:
         config: Configuration of the model.
         layout: Sizes of the axes.
         training: Settings of the step.
         cluster: GPUs, and what connects them.
+        overlaps_gathers: Whether updated parameters are gathered during the next forward pass, as
+            ``optimizer.overlap_parameters`` of the strategy sets it, instead of before it.
 
     Raises:
-        ParallelPlanError: For sizes that do not fit together.
+        ParallelPlanError: For sizes that do not fit together, and chips without measurements.
+        UnsupportedError: If the model's code does not run on tensors without elements.
     """
     check_shape(layout, training)
     check_cluster(layout, cluster)
-    costs = config.memory_shape().costs(training.loss_chunk, layout.tp)
-    counts = partition_of(costs, layout).counts
-    chip = cluster.chip
-    if chip is None:
-        raise ParallelPlanError(f"the speeds of the GPU {cluster.gpu!r} are not known.")
-    tokens = training.seq_length * training.microbatch_size
-    of_model = config.flops_per_token(training.seq_length) * tokens / layout.tp / layout.cp
-    shares = costs.of_virtual_stages(counts)
-    # Dense products reach two thirds of the published speed.
-    thirds = [of_model * share / sum(shares) / (0.66 * chip.products) / 3 for share in shares]
-    ticks = tuple(max(1, round(third / _TICK)) for third in thirds)
-    schedule = build_order(
-        training.schedule,
-        layout.pp,
-        training.num_microbatches,
-        layout.vpp,
-        training.microbatch_group_size,
-    )
-    timeline = simulate(schedule, StageCosts(ticks, ticks, ticks))
-    seconds = timeline.length * _TICK
-    tokens_of_gpu = tokens * training.num_microbatches / (layout.tp * layout.cp * layout.pp)
-    speed = tokens_of_gpu / seconds
+    links = links_of(layout, cluster.gpus_per_node)
+    chip = LinkedChip(speeds_of(cluster), links, training.cuda_graphs is None)
+    parts = _virtual_stages(config, layout, training, chip)
+    pipeline = _pipeline(layout, training, _costs(parts, layout, chip))
+    stages = list(map(added, parts.by_stage(layout)))
+    embedding = Embedding.of(config, layout, training)
+    updates = [
+        update_times(times, training, chip, embedding if stage == 0 else None, overlaps_gathers)
+        for stage, times in enumerate(stages)
+    ]
+    update = max(updates, key=lambda one: one.seconds)
+    seconds = pipeline + max(map(_first_microbatch, stages)) + update.seconds
+    passes = list(map(busy_passes, stages))
+    work = list(map(sum, passes))
+    count = training.num_microbatches
+    exposed = _exposed(stages[work.index(max(work))], links, count)
+    exposed["data"] = update.reduction + update.gather
+    exposed = {axis: time for axis, time in exposed.items() if time > 0}
+    tokens = training.seq_length * training.microbatch_size * count
+    speed = tokens * layout.dp / layout.world_size / seconds
     return StepTime(
         seconds,
-        tuple(StageTime(third, third, third) for third in thirds),
-        timeline.bubble,
-        0.0,
+        tuple(StageTime(*times) for times in passes),
+        1 - count * sum(work) / len(work) / pipeline if layout.pp > 1 else 0.0,
+        update.optimizer,
         speed,
         speed * config.flops_per_token(training.seq_length),
+        exposed,
     )
+
+
+def _exposed(times: Times, links: Mapping[str, Link], count: int) -> dict[str, float]:
+    """Return the time in which the passes of some microbatches only communicate, by axis (s)."""
+    exposed: dict[str, float] = {}
+    for axis in links:
+        exposed[axis] = count * sum(times.get(f"{name} exposed {axis}", 0.0) for name in PASSES)
+    return exposed
+
+
+def _costs(parts: _VirtualStages, layout: ParallelLayout, chip: LinkedChip) -> StageCosts:
+    """Return the times of the virtual stages in ticks."""
+    neighbours = Link(2, 1 if chip.links["pp"].crosses_nodes else 2)
+    transfer = 0.0
+    if layout.pp > 1:
+        transfer = chip.speeds.collective("transfer", parts.boundary, neighbours)
+    ticks = {}
+    for name in PASSES:
+        ticks[name] = tuple(max(1, round(busy(times, name) / _TICK)) for times in parts.times)
+    return StageCosts(**ticks, transfer=round(transfer / _TICK))
+
+
+def _pipeline(layout: ParallelLayout, training: TrainingShape, costs: StageCosts) -> float:
+    """Return the time of all passes of a step on the slowest stage (s).
+
+    In the middle of a long pipeline every pp microbatches take the same time.
+    """
+    stages = layout.pp
+    count = training.num_microbatches
+
+    def length(microbatches: int) -> float:
+        group = training.microbatch_group_size
+        order = training.schedule
+        schedule = build_order(order, stages, microbatches, layout.vpp, group)
+        return simulate(schedule, costs).length * _TICK
+
+    named = NAMED_SCHEDULES.get(str(training.schedule))
+    least = 4 * stages + count % stages
+    if named is None or named.keeps_all or count <= least + stages:
+        return length(count)
+    start = length(least)
+    return start + (count - least) / stages * (length(least + stages) - start)
+
+
+@lru_cache(_REMEMBERED)
+def speeds_of(cluster: Cluster) -> ChipSpeeds:
+    """Return the measured speeds of a cluster's GPUs."""
+    if cluster.speeds is not None:
+        return ChipSpeeds.read(cluster.speeds, cluster.network)
+    return ChipSpeeds.of_package(cluster.gpu, cluster.network)
+
+
+def links_of(layout: ParallelLayout, gpus_per_node: int) -> dict[str, Link]:
+    """Return the groups of the first rank by axis; ranks are numbered node by node."""
+    links = {}
+    for axis, ranks in groups_of_rank(layout, layout.rank_offset).items():
+        node = ranks[0] // gpus_per_node
+        links[axis] = Link(len(ranks), sum(rank // gpus_per_node == node for rank in ranks))
+    return links
+
+
+@dataclass(frozen=True)
+class _VirtualStages:
+    """Times of each virtual stage, and what a microbatch sends from one to the next (bytes)."""
+
+    times: tuple[Times, ...]
+    boundary: int
+
+    def by_stage(self, layout: ParallelLayout) -> tuple[tuple[Times, ...], ...]:
+        return layout.placement.by_stage(self.times)
+
+
+def _virtual_stages(
+    config: GPTConfig,
+    layout: ParallelLayout,
+    training: TrainingShape,
+    chip: LinkedChip,
+) -> _VirtualStages:
+    """Add up the layers of every virtual stage, of which one and two of each kind are traced."""
+    costs = config.memory_shape().costs(training.loss_chunk, layout.tp)
+    chunks = partition_of(costs, layout).ranges
+    kinds = kinds_of_layers(config, training, chunks)
+    name: ScheduleName = "zb-h1" if order_may_split(training.schedule) else "1f1b"
+    num_stages = min(2, layout.pp)
+
+    def trace(kind: LayerKind, stage: int, *counts: int) -> StageTrace:
+        has_experts = config.has_experts_in(kind.layer)
+        small = smallest_layout(layout, counts, has_experts=has_experts)
+        settings = only_training(training, kind, name)
+        return trace_stage(
+            only(config, kind, sum(counts)), small, settings, stage, chip.speeds.kind
+        )
+
+    def of(kind: LayerKind, stage: int, *counts: int) -> Times:
+        return chip.times_of_stage(trace(kind, stage, *counts))
+
+    rest = (1,) * (num_stages - 1)
+    layers: dict[LayerKind, Times] = {}
+    for kind in dict.fromkeys(chain.from_iterable(kinds)):
+        layers[kind] = combined([(1, of(kind, 0, 2, *rest)), (-1, of(kind, 0, 1, *rest))])
+    ends = kinds[0][0] if kinds[0] else kinds[1][0]
+    totals = []
+    for chunk in kinds:
+        totals.append([(1, layers[kind]) for kind in chunk])
+    totals[0] += [(1, of(ends, 0, 1, *rest)), (-1, layers[ends])]
+    if num_stages > 1:
+        totals[-1] += [(1, of(ends, 1, 1, 1)), (-1, layers[ends])]
+    times = tuple(map(combined, totals))
+    return _VirtualStages(times, trace(ends, 0, 1, *rest).boundary)
+
+
+def _first_microbatch(times: Times) -> float:
+    """Return how much longer the passes of a step's first microbatch take."""
+    return sum(busy(times, f"first {name}") - busy(times, name) for name in PASSES)

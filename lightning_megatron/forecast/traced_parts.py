@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm
+from typing import Literal
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.forecast.operator_trace import Operator, RecordingDevice
@@ -185,7 +186,9 @@ def only_training(
     offload = Recomputation.of(training.recompute).offload and bool(kind.recomputed)
     fp8 = training.fp8
     if fp8 is not None:
-        fp8 = replace(fp8, first_bf16=0, last_bf16=0) if kind.in_eight_bits else None
+        casts: Literal["batch", "microbatch"] = "batch" if training.shares_casts else "microbatch"
+        whole = replace(fp8, first_bf16=0, last_bf16=0, cast_weights=casts)
+        fp8 = whole if kind.in_eight_bits else None
     return replace(
         training,
         recompute=Recomputation(kind.recomputed or ("none",), offload=offload),

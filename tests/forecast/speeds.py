@@ -31,7 +31,7 @@ def content(**changes: Any) -> dict[str, Any]:
         f"node {kind}": [[2, size, 1e-5 + share * size / 300e9] for size in (2**16, 2**28)]
         for kind, share in {**_KINDS, "transfer": 1.0}.items()
     }
-    links["node beside"] = {kind: {"product": 1.25, "collective": 2.0} for kind in _KINDS}
+    links["node beside"] = dict.fromkeys(_KINDS, 0.25)
     models = {"model small": {"host": [0.003, 0.006]}}
     own = {"format": 1, "gpu": "round", "calls": calls, "links": links, "models": models}
     return {**own, "failures": {}, **changes}

@@ -106,9 +106,9 @@ def test_a_collective_in_flight_is_hidden_by_what_runs_beside_it():
     free = Operator("view", "free")
     times = Queue().times_of([(work, free, sums), (flight, work, wait), (flight, wait, work)])
     assert (times["forward"], times["forward exposed tp"]) == (7, 3)
-    # It takes 6 beside the work, which is slowed down by a quarter while it runs.
-    assert (times["input_half"], times["input_half exposed tp"]) == (6, 1)
-    assert (times["weight_half"], times["weight_half exposed tp"]) == (10, 6)
+    # What it hides costs a quarter of it.
+    assert (times["input_half"], times["input_half exposed tp"]) == (4.75, 0.75)
+    assert (times["weight_half"], times["weight_half exposed tp"]) == (7, 3)
 
 
 def test_the_host_is_counted_where_it_launches_the_operators():
