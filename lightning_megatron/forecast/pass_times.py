@@ -101,11 +101,11 @@ def added(parts: Iterable[Times]) -> defaultdict[str, float]:
     return combined((1, times) for times in parts)
 
 
-def busy(times: Times, name: str) -> float:
-    """Return how long a pass keeps a rank: what its device or its host needs, if that is more."""
-    return max(times.get(name, 0.0), times.get(f"{name} host", 0.0))
+def passes_of(times: Times) -> list[float]:
+    """Return the time of each pass of a microbatch on the device (s)."""
+    return [times.get(name, 0.0) for name in PASSES]
 
 
-def busy_passes(times: Times) -> list[float]:
-    """Return how long each pass of a microbatch keeps a rank (s)."""
-    return [busy(times, name) for name in PASSES]
+def host_of(times: Times) -> float:
+    """Return what the host needs to launch the passes of a microbatch (s)."""
+    return sum(times.get(f"{name} host", 0.0) for name in PASSES)

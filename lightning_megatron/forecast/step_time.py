@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
@@ -14,9 +14,9 @@ from lightning_megatron.forecast.pass_times import (
     LinkedChip,
     Times,
     added,
-    busy,
-    busy_passes,
     combined,
+    host_of,
+    passes_of,
 )
 from lightning_megatron.forecast.traced_parts import (
     PASSES,
@@ -28,7 +28,7 @@ from lightning_megatron.forecast.traced_parts import (
     smallest_layout,
     trace_stage,
 )
-from lightning_megatron.forecast.update_time import Embedding, update_times
+from lightning_megatron.forecast.update_time import Embedding, UpdateTimes, update_times
 from lightning_megatron.groups.mesh_groups import groups_of_rank
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.budget import TrainingShape, check_shape
@@ -46,7 +46,7 @@ _REMEMBERED = 16
 
 @dataclass(frozen=True)
 class StageTime:
-    """Times of one microbatch in a stage, over all its chunks (s)."""
+    """Times of one microbatch in a stage on the device, over all its chunks (s)."""
 
     forward: float
     input_half: float
@@ -65,6 +65,8 @@ class StepTime:
         optimizer: Time of clipping and of the optimizer (s).
         tokens_per_second: Tokens of a GPU in a second.
         flops_per_second: Model FLOPs of a GPU in a second, as ``GPTConfig.flops_per_token`` counts.
+        host: What the host of the busiest stage needs to launch all operators; the step takes so
+            long if the GPUs need less (s).
     """
 
     seconds: float
@@ -74,6 +76,7 @@ class StepTime:
     tokens_per_second: float
     flops_per_second: float
     exposed: Mapping[str, float] = field(default_factory=dict)
+    host: float = 0.0
 
 
 def check_cluster(layout: ParallelLayout, cluster: Cluster) -> None:
@@ -121,15 +124,14 @@ def estimate_time(
     pipeline = _pipeline(layout, training, _costs(parts, layout, chip))
     stages = list(map(added, parts.by_stage(layout)))
     embedding = Embedding.of(config, layout, training)
-    updates = [
-        update_times(times, training, chip, embedding if stage == 0 else None, overlaps_gathers)
-        for stage, times in enumerate(stages)
-    ]
-    update = max(updates, key=lambda one: one.seconds)
-    seconds = pipeline + max(map(_first_microbatch, stages)) + update.seconds
-    passes = list(map(busy_passes, stages))
-    work = list(map(sum, passes))
+    update = _slowest_update(stages, embedding, training, chip, overlaps_gathers)
+    on_device = pipeline + max(map(_first_microbatch, stages)) + update.seconds
     count = training.num_microbatches
+    # The host runs ahead of the device, over several steps, until it needs more time.
+    host = count * max(map(host_of, stages))
+    seconds = max(on_device, host)
+    passes = list(map(passes_of, stages))
+    work = list(map(sum, passes))
     exposed = _exposed(stages[work.index(max(work))], links, count)
     exposed["data"] = update.reduction + update.gather
     exposed = {axis: time for axis, time in exposed.items() if time > 0}
@@ -143,7 +145,22 @@ def estimate_time(
         speed,
         speed * config.flops_per_token(training.seq_length),
         exposed,
+        host,
     )
+
+
+def _slowest_update(
+    stages: Sequence[Times],
+    embedding: Embedding,
+    training: TrainingShape,
+    chip: LinkedChip,
+    overlaps_gathers: bool,
+) -> UpdateTimes:
+    updates = [
+        update_times(times, training, chip, embedding if stage == 0 else None, overlaps_gathers)
+        for stage, times in enumerate(stages)
+    ]
+    return max(updates, key=lambda one: one.seconds)
 
 
 def _exposed(times: Times, links: Mapping[str, Link], count: int) -> dict[str, float]:
@@ -162,7 +179,7 @@ def _costs(parts: _VirtualStages, layout: ParallelLayout, chip: LinkedChip) -> S
         transfer = chip.speeds.collective("transfer", parts.boundary, neighbours)
     ticks = {}
     for name in PASSES:
-        ticks[name] = tuple(max(1, round(busy(times, name) / _TICK)) for times in parts.times)
+        ticks[name] = tuple(max(1, round(times.get(name, 0.0) / _TICK)) for times in parts.times)
     return StageCosts(**ticks, transfer=round(transfer / _TICK))
 
 
@@ -257,4 +274,4 @@ def _virtual_stages(
 
 def _first_microbatch(times: Times) -> float:
     """Return how much longer the passes of a step's first microbatch take."""
-    return sum(busy(times, f"first {name}") - busy(times, name) for name in PASSES)
+    return sum(times.get(f"first {name}", 0.0) - times.get(name, 0.0) for name in PASSES)

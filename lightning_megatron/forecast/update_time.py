@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_megatron.forecast.chip_speeds import Link
-from lightning_megatron.forecast.pass_times import LinkedChip, Times, busy
+from lightning_megatron.forecast.pass_times import LinkedChip, Times, passes_of
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.buckets import BUCKET_SIZE
 from lightning_megatron.plan.budget import TrainingShape
@@ -118,11 +118,11 @@ def update_times(
             size = times.get(f"{kind} bytes", 0.0)
             num_buckets = max(1, round(elements / BUCKET_SIZE))
             gather += num_buckets * speeds.collective("all_gather", size / num_buckets, link)
-    backward = busy(times, "input_half") + busy(times, "weight_half")
-    reduction = tail + _exposed(hidden, backward, price)
+    forward, *backward = passes_of(times)
+    reduction = tail + _exposed(hidden, sum(backward), price)
     adam = speeds.optimizer(owned)
     # A gather starts behind the piece of the update that its parameters are in.
-    cover = busy(times, "forward") if overlaps_gathers else max(0.0, adam * (1 - _PIECE / owned))
+    cover = forward if overlaps_gathers else max(0.0, adam * (1 - _PIECE / owned))
     norm_time = speeds.seconds_of_pass(norm)
     return UpdateTimes(reduction, norm_time + adam, _exposed(gather, cover, price))
 

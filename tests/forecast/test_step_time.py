@@ -12,9 +12,9 @@ from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.forecast.chip_speeds import Link
 from lightning_megatron.forecast.cluster import Cluster
 from lightning_megatron.forecast.operator_trace import Operator
-from lightning_megatron.forecast.pass_times import LinkedChip, busy, combined
+from lightning_megatron.forecast.pass_times import LinkedChip, combined, passes_of
 from lightning_megatron.forecast.step_time import estimate_time, links_of, speeds_of
-from lightning_megatron.forecast.traced_parts import PASSES, trace_stage
+from lightning_megatron.forecast.traced_parts import trace_stage
 from lightning_megatron.forecast.update_time import Embedding, update_times
 from lightning_megatron.plan.budget import TrainingShape
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
@@ -60,7 +60,7 @@ def test_layers_that_are_extended_take_the_time_of_layers_that_are_traced(cluste
         ]
         for estimated, whole in zip(step.stages, traced, strict=True):
             times = (estimated.forward, estimated.input_half, estimated.weight_half)
-            assert times == pytest.approx([busy(whole, name) for name in PASSES], rel=1e-6)
+            assert times == pytest.approx(passes_of(whole), rel=1e-6)
 
 
 def test_a_step_is_its_passes_and_its_update(cluster):
@@ -91,7 +91,9 @@ def test_an_eager_step_of_small_layers_waits_for_the_host(cluster):
     alone = ParallelLayout(world_size=1)
     eager = estimate_time(LLAMA, alone, training(cuda_graphs=None), cluster(1))
     graphs = estimate_time(LLAMA, alone, training(), cluster(1))
-    assert eager.seconds > 2 * graphs.seconds
+    assert eager.seconds == eager.host > 2 * graphs.seconds
+    assert graphs.host == 0
+    assert eager.stages == graphs.stages
 
 
 def test_reductions_hide_behind_the_backward_pass_but_for_their_last_bucket():

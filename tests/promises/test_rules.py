@@ -109,7 +109,7 @@ BUDGETS: dict[str, int] = {
     "cli": 3290,
     "data": 3860,
     "experts": 3300,
-    "forecast": 1400,
+    "forecast": 1410,
     "generation": 930,
     "graphs": 2540,
     "groups": 2520,
