@@ -57,6 +57,11 @@ class MainSlice:
     is_exclusive: bool
     half: Shaped[Tensor, "..."] | None = None
 
+    @property
+    def shown_dtype(self) -> torch.dtype:
+        """Return the dtype in which the optimizer gets the gradient."""
+        return self.main.grad_dtype or self.gradient.dtype
+
 
 def slice_state(part_slice: MainSlice, parameter: nn.Parameter, state: object) -> object:
     """Cut and cast a parameter's optimizer state to the shape and dtype of the main parameter."""

@@ -248,13 +248,17 @@ class FusedUpdate:
         else:
             logger.debug("Optimizer steps run in torch's optimizer: %s.", reason)
 
-    def check(self, main: MainParameters, optimizers: Iterable[Optimizer]) -> None:
-        """Raise an error if moments are not float32 and torch's own step would update them."""
-        if self.moments_dtype == torch.float32:
-            return
+    def adopt(self, main: MainParameters, optimizers: Iterable[Optimizer]) -> None:
+        """Let optimizers that the kernel serves take sums of gradients without a copy in float32.
+
+        Raises:
+            UnsupportedError: If moments are not float32 and torch's own step would update them.
+        """
         for optimizer in optimizers:
             reason = self.reason_against(main, optimizer)
-            if reason is not None:
+            if reason is None:
+                main.take_sums(optimizer)
+            elif self.moments_dtype != torch.float32:
                 dtype = str(self.moments_dtype).removeprefix("torch.")
                 raise UnsupportedError(
                     f"optimizer.moments_dtype ({dtype}) needs the fused kernel, because torch "

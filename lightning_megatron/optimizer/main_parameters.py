@@ -138,9 +138,18 @@ class MainParameters:
             entry.main.grad
             for entry in self._finished(names)
             if entry.main.grad is not None
-            and not (exposed.is_on and entry.main.dtype == entry.gradient.dtype)
+            and not (exposed.is_on and entry.shown_dtype == entry.gradient.dtype)
         ]
         return exposed.gradients(names) + finished if exposed.is_on else finished
+
+    def take_sums(self, optimizer: Optimizer) -> None:
+        """Let an attached optimizer take gradients in the dtype of their sums, without copies."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                entry = self.slices.get(self.name_of(parameter))
+                if entry is not None:
+                    # User code may still set gradients of the parameter's own dtype.
+                    entry.main.grad_dtype = None
 
     def _finished(self, names: Collection[str] | None) -> list[MainSlice]:
         """List the slices of the named parameters, or of all, that have a finished gradient."""

@@ -204,7 +204,7 @@ class GradientReducer:
             if name in slices:
                 slices[name].main.grad = None
         for part in slices.values():
-            if part.main.grad is not None and part.main.dtype != part.gradient.dtype:
+            if part.main.grad is not None and part.shown_dtype != part.gradient.dtype:
                 part.main.grad.copy_(part.gradient)
 
     def resume(self, names: Collection[str]) -> None:
@@ -403,8 +403,8 @@ class GradientReducer:
                 exposed.expose(name, main.parameter(name), self._gradient_of(name))
             main_slice = main.slices.get(name)
             if main_slice is not None:
-                # `to` casts gradients that were accumulated in bfloat16 for float32.
-                gradient = None if has_none else main_slice.gradient.to(main_slice.main.dtype)
+                # `to` casts sums in bfloat16 for optimizers that take no others than float32.
+                gradient = None if has_none else main_slice.gradient.to(main_slice.shown_dtype)
                 main_slice.main.grad = gradient
 
     def _reset(self, buckets: Iterable[GradientBucket]) -> None:

@@ -228,8 +228,9 @@ def _gradient(main: MainParameters, name: str) -> Tensor:
     main_slice = main.slices.get(name)
     if main_slice is None:
         return main.parameter(name).new_empty(0)
+    shown = main_slice.main.grad
     return (
-        torch.zeros_like(main_slice.main) if main_slice.main.grad is None else main_slice.main.grad
+        torch.zeros_like(main_slice.main, dtype=main_slice.shown_dtype) if shown is None else shown
     )
 
 

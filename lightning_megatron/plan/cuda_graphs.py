@@ -170,7 +170,6 @@ class GraphConditions:
         offloads: Whether inputs of layers are offloaded to host memory.
         keeps_core: Whether recomputed blocks keep the results of their attention core.
         compile_modes: Modes of the modules that torch.compile compiles.
-        gradient_dtype: Dtype of the sums of gradients; None means that of the main parameters.
         gradient_reader: Hook between the backward pass and the update that may read gradients; None
             without one, and before the hooks are known.
     """
@@ -184,7 +183,6 @@ class GraphConditions:
     compile_modes: tuple[str, ...]
     environment: Mapping[str, str]
     precision: str | None = None
-    gradient_dtype: str | None = None
     gradient_reader: str | None = None
 
 
@@ -265,13 +263,6 @@ def _reasons_of_update(conditions: GraphConditions) -> Iterator[str]:
         yield (
             f"cuda_graphs.optimizer (True) needs precision {' or '.join(_PRECISIONS)}: it is "
             f"{precision!r}, with which {why}. Use one of them, or optimizer=False."
-        )
-    if conditions.gradient_dtype == "bfloat16":
-        yield (
-            "cuda_graphs.optimizer (True) needs sums of gradients in float32: "
-            "optimizer.gradient_dtype is 'bfloat16', with which every step converts them into new "
-            "tensors, and a graph reads the old ones. Use optimizer.gradient_dtype='float32', or "
-            "optimizer=False."
         )
     if conditions.gradient_reader is not None:
         yield reason_against_reader(conditions.gradient_reader)

@@ -248,8 +248,13 @@ def training_shape(run: Run, optimizers: Sequence[Optimizer]) -> TrainingShape:
         * moments.itemsize,
         activation_bytes=dtypes.parameters.itemsize,
         step_bytes=0
-        if device.type != "cuda" or all(map(_is_in_place, optimizers))
-        else main_parameters.itemsize,
+        if device.type != "cuda"
+        else main_parameters.itemsize
+        * (
+            (not all(map(_is_in_place, optimizers)))
+            # Optimizers without the fused kernel take copies of sums in bfloat16.
+            + (gradients != main_parameters and not all(map(_is_fused, optimizers)))
+        ),
         library_bytes=_library_bytes(device),
         cuda_graphs=graph_settings(run),
         fp8=fp8,
@@ -282,6 +287,10 @@ def _is_in_place(optimizer: Optimizer) -> bool:
     return all(
         group.get("fused") or group.get("foreach") is False for group in optimizer.param_groups
     )
+
+
+def _is_fused(optimizer: Optimizer) -> bool:
+    return all(group.get("fused") for group in optimizer.param_groups)
 
 
 def _library_bytes(device: torch.device) -> int:

@@ -1,6 +1,6 @@
 """Code blocks of the README and of the pages in `docs/`, and the maps of rooms there.
 
-The test runs each block as it stands, in one temporary folder where `recipes` is the project's:
+The test runs each block as it stands, in one temporary folder where `recipes` and `docs` are the project's:
 first the README's blocks, then those of the pages in the order of the site's navigation
 (`mkdocs.yml`). A block that stands on several pages runs once. `blocks.yaml` names the blocks that
 do not run as they stand, and says how they run. `pip install ... &&` at the start of a bash block

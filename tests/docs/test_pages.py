@@ -24,6 +24,7 @@ NOT_RUN = {
     "fine-tune a BERT": "tests of recipes fine-tune a small folder by a recipe",
     "seeds of a BERT": "tests of recipes run the command on a small folder",
     "train on conversations": "test_journey.py runs it with a small folder",
+    "a small model learns": "it needs SmolLM2 and minutes of a GPU",
     "own text": "test_journey.py runs it with a small model",
     "train on preferences": "tests of recipes train a small folder by it",
     "GPT-2 of the paper": "it needs GPUs and a corpus",
@@ -36,7 +37,8 @@ NOT_RUN = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make the folder in which the blocks run one after the other, as a reader's clone."""
     path = tmp_path_factory.mktemp("readme")
-    (path / "recipes").symlink_to(ROOT / "recipes")
+    for name in ("recipes", "docs"):
+        (path / name).symlink_to(ROOT / name)
     return path
 
 

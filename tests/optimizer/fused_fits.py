@@ -187,6 +187,9 @@ FITS = {
         lambda: FusedLanguage(make=torch.optim.Adam), "32-true", gradient_clip_val=0.1
     ),
     "accumulated": fused_job(accumulate_grad_batches=2, gradient_clip_val=0.1),
+    "sums in bfloat16": replace(
+        fused_job(gradient_clip_val=0.1), strategy={"optimizer.gradient_dtype": "bfloat16"}
+    ),
     # By name, Lightning would replace this precision on a CPU.
     "float16 that overflows": fused_job(
         Overflowing, None, gradient_clip_val=0.1, plugins=[MegatronPrecision("16-mixed")]

@@ -13,7 +13,14 @@ import torch
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.optimizer.fused_update import GroupNumbers, numbers_of
 from tests.fits import GPT2, Job, run_job
-from tests.optimizer.fused_fits import FITS, FusedLanguage, check_equal, fused, fused_job
+from tests.optimizer.fused_fits import (
+    FITS,
+    FusedLanguage,
+    PlainKernel,
+    check_equal,
+    fused,
+    fused_job,
+)
 
 
 @pytest.mark.parametrize("name", FITS)
@@ -47,6 +54,25 @@ def test_moments_are_stored_in_moments_dtype_by_the_fused_kernel_alone():
             assert torch.equal(moments, moments.bfloat16().float()), name
     with pytest.raises(UnsupportedError, match="moments_dtype .bfloat16. needs the fused kernel"):
         run_job(Job(GPT2, {"optimizer.moments_dtype": "bfloat16"}, "32-true"))
+
+
+def dtypes_of_gradients(sums: str) -> set[torch.dtype]:
+    """Return the dtypes of the gradients that the kernel gets."""
+    dtypes = set()
+
+    class Watched(PlainKernel):
+        def __call__(self, parameters: Any, gradients: Any, *more: Any, **options: Any) -> None:
+            dtypes.update(gradient.dtype for gradient in gradients)
+            super().__call__(parameters, gradients, *more, **options)
+
+    with fused(Watched):
+        run_job(replace(fused_job(), strategy={"optimizer.gradient_dtype": sums}))
+    return dtypes
+
+
+def test_the_fused_kernel_reads_sums_in_bfloat16_without_copies_in_float32():
+    assert dtypes_of_gradients("bfloat16") == {torch.bfloat16}
+    assert dtypes_of_gradients("float32") == {torch.float32}
 
 
 GROUP = {

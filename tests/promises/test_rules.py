@@ -117,10 +117,10 @@ BUDGETS: dict[str, int] = {
     "layers": 7760,
     "memory": 760,
     "models": 4400,
-    "optimizer": 3120,
+    "optimizer": 3130,
     "pipeline": 800,
-    "plan": 3710,
-    "strategy": 13510,
+    "plan": 3700,
+    "strategy": 13520,
     "swap": 8940,
     "tasks": 4520,
 }

@@ -27,6 +27,10 @@ ADAM = partial(FusedLanguage, make=torch.optim.Adam)
 CASES: dict[str, tuple[CudaGraphs, dict[str, Any]]] = {
     "segments, settings that change": (SEGMENTS, {"cycles": True}),
     "full, settings that change": (FULL, {"cycles": True}),
+    "segments, sums in bfloat16": (
+        SEGMENTS,
+        {"precision": "bf16-mixed", "strategy": {"optimizer.gradient_dtype": "bfloat16"}},
+    ),
     "full, Adam, accumulated": (
         FULL,
         {"model": ADAM, "cycles": True, "trainer": {"accumulate_grad_batches": 2}},
@@ -162,10 +166,8 @@ def sgd(groups: Any, fused: bool, eps: float, lr: float, **options: Any) -> torc
     return torch.optim.SGD(groups, lr=lr, **options)
 
 
-SUMS = {"precision": "bf16-mixed", "strategy": {"optimizer.gradient_dtype": "bfloat16"}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"precision": "64-true"}, "needs precision"),
-    (SUMS, "optimizer.gradient_dtype is 'bfloat16'"),
     ({"callbacks": [Reads()]}, "Reads.on_before_opt"),
     ({"model": AddsReader}, "Reads.on_before_opt"),
     ({"model": ReadsItself}, "ReadsItself.on_after_backward"),

@@ -61,7 +61,6 @@ def check_graphs(
             compile_modes=() if module is None else compile_graph_modes(module),
             environment=os.environ,
             precision=precision,
-            gradient_dtype=options.optimizer.gradient_dtype,
             gradient_reader=reader,
         ),
     )

@@ -114,7 +114,7 @@ class TrainingState:
             check_ties(optimizer, self.main)
         #: Update by one kernel of the optimizers that it serves.
         self.fused_update = FusedUpdate(division.moments_dtype)
-        self.fused_update.check(main, optimizers)
+        self.fused_update.adopt(main, optimizers)
         if previous is not None:
             main.continue_from(previous)
         #: Checks of the values of each step.
