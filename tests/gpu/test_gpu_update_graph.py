@@ -81,6 +81,10 @@ FITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "clipped by norm": ({}, {"precision": "bf16-mixed", "cycles": True}),
     "clipped by value": ({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {}),
     "not clipped": ({"gradient_clip_val": None}, {"precision": "bf16-mixed"}),
+    "sums in bfloat16": (
+        {},
+        {"precision": "bf16-mixed", "strategy": {"optimizer.gradient_dtype": "bfloat16"}},
+    ),
 }
 
 
