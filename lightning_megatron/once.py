@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -43,17 +45,23 @@ def started_rank() -> str | None:
     return next((os.environ[name] for name in _RANKS if name in os.environ), None)
 
 
-def say_once(text: str, say: Callable[[], object]) -> None:
-    """Say a refusal, unless another rank of this machine has said the same.
+def say_once(
+    text: str,
+    say: Callable[[], object],
+    first_claim: Callable[[str, int, str, str], str] | None = None,
+) -> None:
+    """Say a refusal, unless another rank has said the same.
 
     Ranks that torchrun, SLURM or MPI started do not know each other before they have joined. Those
-    of one machine have the same parent, by which they find what it has been told in one file.
-    What only one rank refuses has another text, and is said; so is everything on each machine,
-    because a rank cannot know that another machine refuses the same.
+    of one machine have the same parent, by which they find what it has been told in one file. On
+    several machines the store of torchrun's agents knows which said it first, and the others say
+    one line that names it; without this store each machine says it, because a rank cannot know that
+    another machine refuses the same. What only one rank refuses has another text, and is said.
 
     Args:
         text: The message, which is equal on ranks that refuse the same.
         say: Function that prints it.
+        first_claim: Function of ``groups/agent_store.py``; None asks no other machine.
     """
     rank = started_rank()
     if rank is None:
@@ -73,7 +81,25 @@ def say_once(text: str, say: Callable[[], object]) -> None:
         parent = str(os.getppid())
         if any(by != rank for _, at, by, what in said if (at, what) == (parent, content)):
             return
-        say()
+        here = f"{socket.gethostname()} (machine {os.environ.get('GROUP_RANK', '0')})"
+        first = _first_machine(here, content, first_claim)
+        if first == here:
+            say()
+        else:
+            sys.stderr.write(f"{here} refuses the same as {first}, which says why\n")
         said.append((str(now), parent, rank, content))
         with suppress(OSError):
             path.write_text("\n".join(map(" ".join, said)), encoding="utf-8")
+
+
+def _first_machine(
+    here: str, content: str, first_claim: Callable[[str, int, str, str], str] | None
+) -> str:
+    """Return the machine that said a text first in this attempt of torchrun's job."""
+    given = os.environ
+    has_store = given.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if first_claim is not None and has_store and given.get("GROUP_WORLD_SIZE", "1") != "1":
+        key = f"{given.get('TORCHELASTIC_RESTART_COUNT')}/{content}"
+        with suppress(OSError, RuntimeError, ValueError, KeyError):
+            return first_claim(given["MASTER_ADDR"], int(given["MASTER_PORT"]), key, here)
+    return here

@@ -196,5 +196,10 @@ def _end(name: str, error: BaseException) -> None:
     message = f"lightning-megatron {name}: error: {error}"
     if "weights_only=False" in message:
         message += " For this command, the option is --unsafe instead of weights_only=False."
-    say_once(message, lambda: print(message, file=sys.stderr))
+
+    def first_claim(*claim: str | int) -> str:
+        first: str = import_module("lightning_megatron.groups.agent_store").first_claim(*claim)
+        return first
+
+    say_once(message, lambda: print(message, file=sys.stderr), first_claim)
     sys.exit(DAMAGED if isinstance(error, CorruptDataError) else 2)

@@ -14,6 +14,8 @@ from lightning_megatron.errors import RankMismatchError
 _POLL_SECONDS = 0.02
 #: Reads of the store by all waiting ranks together (1 / seconds).
 _READS_PER_SECOND = 10_000
+#: Time for which a process that is about to end waits for the store.
+_SHORT = timedelta(seconds=5)
 
 
 def open_store(
@@ -66,6 +68,21 @@ def join_agent_store(
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
     name = agree_on_name(store, rank, size, timeout)
     return dist.PrefixStore(f"lightning_megatron/{name}", store)
+
+
+def first_claim(address: str, port: int, key: str, value: str) -> str:
+    """Return the value that a process of the job gave a key first, which is this one if none has.
+
+    Args:
+        address: Host of the store of torchrun's agent.
+
+    Raises:
+        RuntimeError: If the store does not answer within five seconds.
+    """
+    store = dist.TCPStore(address, port, is_master=False, timeout=_SHORT, wait_for_workers=False)
+    claims = dist.PrefixStore("lightning_megatron/claims", store)
+    first: bytes = claims.compare_set(key, "", value)
+    return first.decode()
 
 
 def agree_on_name(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:

@@ -32,7 +32,8 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.groups.agent_store import open_store
+from lightning_megatron.groups.agent_store import first_claim, open_store
+from lightning_megatron.once import say_once
 from lightning_megatron.strategy.private.processes import without_noise
 from lightning_megatron.strategy.process import children as children_module
 from lightning_megatron.strategy.process.children import (
@@ -257,6 +258,34 @@ def test_ranks_of_a_launcher_say_once_what_they_refuse_before_they_have_joined(
         watch.cleanup_done()
         told.append(capsys.readouterr().err.count(f"[rank {rank}] {text}"))
     assert told == [1, 0, 1, 0, 1, 1]
+
+
+def test_another_machine_of_torchrun_names_the_one_that_said_a_refusal(
+    capsys, monkeypatch, tmp_path
+):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr("socket.gethostname", lambda: "node")
+    agents = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1"}
+    agents |= {"MASTER_PORT": str(store.port), "GROUP_WORLD_SIZE": "2"}
+    told = []
+    for machine, text, attempt in (
+        ("1", "a", "0"),
+        ("0", "a", "0"),
+        ("0", "b", "0"),
+        ("0", "a", "1"),
+    ):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        monkeypatch.setattr("os.getppid", lambda parent=f"{machine}{attempt}": parent)
+        own = {"RANK": machine, "GROUP_RANK": machine, "TORCHELASTIC_RESTART_COUNT": attempt}
+        for name, value in (agents | own).items():
+            monkeypatch.setenv(name, value)
+        say_once(text, lambda text=text: print(text, file=sys.stderr), first_claim)
+        told.append(capsys.readouterr().err.strip())
+    other = "node (machine 0) refuses the same as node (machine 1), which says why"
+    assert told == ["a", other, "b", "a"]
+    monkeypatch.setenv("MASTER_PORT", "1")
+    say_once("c", lambda: print("c", file=sys.stderr), first_claim)
+    assert capsys.readouterr().err == "c\n"
 
 
 def test_the_first_failed_rank_is_named_before_its_report_is_printed(tmp_path):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from lightning_megatron.errors import REFUSALS, TRACEBACK
+from lightning_megatron.groups.agent_store import first_claim
 from lightning_megatron.groups.notices import Notices
 from lightning_megatron.once import say_once, started_rank
 from lightning_megatron.strategy.private.processes import SIGTERMException, TunerExitException
@@ -152,7 +153,7 @@ class FailureWatch:
             self._report_first_leaver()
         if self._claim():
             if self._folder is None and isinstance(error, REFUSALS):
-                say_once(str(error), lambda: self._print_line(_text_of(error)))
+                say_once(str(error), lambda: self._print_line(_text_of(error)), first_claim)
             else:
                 self._print_line(_text_of(error))
             self._report_is_printed(f"rank {self.rank}", str(error))
@@ -358,7 +359,7 @@ def say_refusals_once() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, REFUSALS):
-            say_once(str(error), lambda: before(kind, error, trace))
+            say_once(str(error), lambda: before(kind, error, trace), first_claim)
         else:
             before(kind, error, trace)
 
