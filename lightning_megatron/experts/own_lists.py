@@ -1,4 +1,4 @@
-"""Experts in lists that users wrote, divided over the ranks of ep."""
+"""Experts that users wrote, in lists or stacked in parameters, divided over the ranks of ep."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from lightning_megatron.groups.collectives import (
     reduce_scatter_sequence,
 )
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
+from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec, shard_spec_of
 from lightning_megatron.nest import rebuild
+from lightning_megatron.plan.shards import even_range
 from lightning_megatron.shapes import Shaped
 
 #: Attribute of a gathered weight of which tp leaves this rank a part.
@@ -30,8 +31,25 @@ def is_gathered_part(tensor: Shaped[Tensor, "..."]) -> bool:
     return hasattr(tensor, _PART)
 
 
+def stacks_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a module that stack experts, by key; empty if it has none.
+
+    The experts are the first dimension of its parameters of three dimensions, and of smaller ones
+    beside them, such as biases.
+    """
+    own = {key: one for key, one in module._parameters.items() if one is not None and one.dim() > 1}
+    numbers = {one.shape[0] for one in own.values() if one.dim() > 2}
+    is_of_torch = any(
+        kind.__module__.startswith("torch.") and kind is not nn.Module
+        for kind in type(module).__mro__[:-1]
+    )
+    if is_of_torch or len(numbers) != 1:
+        return {}
+    return {key: one for key, one in own.items() if one.shape[0] in numbers}
+
+
 class DividedExperts:
-    """List of equal experts, each of which one rank of ep stores and updates.
+    """Equal experts of a list or of stacks, each of which one rank of ep stores and updates.
 
     While the module runs whose code uses them, every rank has the weights of all experts, and
     computes the rows of its own samples. The code may loop over experts, skip some, or stack their
@@ -42,26 +60,30 @@ class DividedExperts:
     A parameter gets the gradient of the rows of all ranks; none, if no rank uses it.
 
     Args:
-        name: Dotted name of the list, for errors.
-        experts: The list. Its attribute ``mesh`` becomes the mesh of this rank.
+        name: Dotted name of the list, or of the module with the stacks, for errors.
+        experts: The list or the module. Its attribute ``mesh`` becomes the mesh of this rank.
 
     Communication: for each parameter of an expert, an all-gather over ep forward and a
         reduce-scatter backward, of all experts together.
     Source: Rajbhandari et al. 2020, section 5.3, for experts alone.
     """
 
-    def __init__(self, name: str, experts: nn.ModuleList, mesh: ParallelMesh) -> None:
+    def __init__(self, name: str, experts: nn.Module, mesh: ParallelMesh) -> None:
         self.name = name
         self.experts: Any = experts
         experts.mesh = mesh  # type: ignore[assignment]
-        #: Modules that hold a parameter, one of each expert, with its key.
+        #: What the outputs of a running module must depend on; None while it does not run.
+        self._ends: list[Tensor] | None = None
+        #: Modules that hold a parameter, one of each expert or the one with stacks, with its key.
         self._places: list[tuple[list[nn.Module], str]] = []
+        self._is_list = isinstance(experts, nn.ModuleList)
+        if not isinstance(experts, nn.ModuleList):
+            self._places = [([experts], key) for key in stacks_of(experts)]
+            return
         for path, first in experts[0].named_modules(remove_duplicate=False):
             modules = [expert.get_submodule(path) for expert in experts]
             keys = [key for key, parameter in first._parameters.items() if parameter is not None]
             self._places += [(modules, key) for key in keys]
-        #: What the outputs of a running module must depend on; None while it does not run.
-        self._ends: list[Tensor] | None = None
 
     def divide(self, user: nn.Module) -> None:
         """Leave this rank only the parameters of its experts, and gather all while ``user`` runs.
@@ -72,6 +94,9 @@ class DividedExperts:
         for modules, key in self._places:
             held = self._here(modules)
             for module in modules:
+                if not self._is_list:
+                    self._keep_share(module._parameters[key])
+                    continue
                 parameter = module._parameters[key]
                 if parameter is None or module not in held:
                     module._parameters[key] = None
@@ -80,10 +105,21 @@ class DividedExperts:
                 set_shard_spec(parameter, replace(spec, is_expert=True))
         user.register_forward_pre_hook(self._gather, prepend=True)
         user.register_forward_hook(self._release, always_call=True)
-        for expert in self.experts:
+        for expert in self.experts if self._is_list else ():
             expert.register_forward_pre_hook(self._check)
 
+    def _keep_share(self, stack: Any) -> None:
+        """Leave this rank its experts of a stack, whose parameter stays the same object."""
+        mesh = self.experts.mesh
+        shape = tuple(stack.shape)
+        share = replace(even_range(shape[0], mesh.ep.size, mesh.ep.rank), copy=mesh.tp.rank)
+        # Not a view, which would keep the memory of all experts.
+        stack.data = stack.data[share.start : share.stop].clone()
+        set_shard_spec(stack, ShardSpec(shape, (share,), is_expert=True, over_ep=True))
+
     def _here(self, modules: Sequence[nn.Module]) -> Sequence[nn.Module]:
+        if not self._is_list:
+            return modules
         axis = self.experts.mesh.ep
         count = len(modules) // axis.size
         return modules[axis.rank * count : (axis.rank + 1) * count]
@@ -94,6 +130,9 @@ class DividedExperts:
             held: list[Any] = [module._parameters[key] for module in self._here(modules)]
             *weights, end = _Gather.apply(self.experts.mesh.ep, *held)
             self._ends.append(end)
+            if not self._is_list:
+                vars(modules[0])[key] = torch.cat(weights)
+                continue
             spec = shard_spec_of(held[0])
             for module, weight in zip(modules, weights, strict=True):
                 if not spec.is_whole:

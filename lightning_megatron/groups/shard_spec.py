@@ -50,6 +50,8 @@ class ShardSpec:
             copies.
         is_expert: Whether the tensor belongs to experts, which are distributed over the expert
             grid. The gradient on a rank includes the tokens of all ranks that send tokens to it.
+        over_ep: Whether ranges are shares of the ranks of ep, as in a stack of experts; otherwise
+            of those of tp, or for experts of etp.
     """
 
     full_shape: tuple[int, ...]
@@ -58,6 +60,7 @@ class ShardSpec:
     partial: bool = False
     tied_to: str | None = None
     is_expert: bool = False
+    over_ep: bool = False
 
     @property
     def local_extent(self) -> int:

@@ -122,8 +122,8 @@ def check_expert_axes(layout: ParallelLayout, experts: ExpertsConfig | None) -> 
             raise ParallelPlanError(
                 f"{name} ({value}) needs a model with experts, because it divides experts among "
                 f"ranks. This model has no experts. Leave {name} out. If you wrote experts in an "
-                "nn.ModuleList, give the list the kind 'experts' in tensor_parallel_plan, which "
-                "tells what is missing."
+                "nn.ModuleList, give the list the kind 'experts' in tensor_parallel_plan; if in "
+                "stacked parameters of three dimensions, their module. It tells what is missing."
             )
 
 

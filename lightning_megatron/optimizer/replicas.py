@@ -338,7 +338,7 @@ class PartialGradientSearch:
 
     def _classify(self, name: str, parameter: Tensor, regions: set[Region]) -> None:
         spec = shard_spec_of(parameter)
-        is_whole = name in self._replicated or (spec.is_expert and spec.is_whole)
+        is_whole = name in self._replicated or (spec.is_expert and (spec.is_whole or spec.over_ep))
         if "mixed" in regions or (is_whole and len(regions) > 1):
             raise ParallelPlanError(
                 "all values between a 'column' and a 'row' layer must come from 'column' layers: a "

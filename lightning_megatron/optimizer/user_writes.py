@@ -217,6 +217,8 @@ class _ShardPlacement:
             result = torch.zeros_like(result)
         axis = self.mesh.etp if self.spec.is_expert else self.mesh.tp
         reduced = all_reduce_(result.clone(), axis, op)
+        if self.spec.over_ep:
+            reduced = all_reduce_(reduced, self.mesh.ep, op)
         return reduced.bool() if name in ("any", "all") else reduced
 
     def norm(self, gradient: Tensor, order: float) -> Tensor:
@@ -247,7 +249,7 @@ class ShardedGradient(Tensor):
         gradient: Shaped[Tensor, "*shape"], spec: ShardSpec, mesh: ParallelMesh
     ) -> Shaped[Tensor, "*shape"]:
         """Return a view of the gradient that knows its placement in the full gradient."""
-        if mesh.model.size == 1:
+        if mesh.model.size == 1 and not spec.over_ep:
             return gradient
         sharded = gradient.as_subclass(ShardedGradient)
         sharded.placement = _ShardPlacement(spec, mesh)

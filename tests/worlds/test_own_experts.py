@@ -13,9 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.optimizer.user_writes import ShardedGradient
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import parallelize
 from tests.fits import Job, Report, check_equal, joined, run_job, run_jobs
@@ -121,6 +125,42 @@ class First(nn.Module):
         return self.inner(x)[0]
 
 
+class Stacked(nn.Module):
+    """Mixture whose weights are stacked beside its router, with biases and a norm of one expert."""
+
+    def __init__(self, num: int = NUM) -> None:
+        super().__init__()
+        self.gate, self.scale = nn.Linear(WIDTH, num), nn.Parameter(torch.ones(WIDTH))
+        self.up = nn.Parameter(torch.randn(num, WIDTH, INNER) / 4)
+        self.up_bias = nn.Parameter(torch.randn(num, INNER) / 4)
+        self.down = nn.Parameter(torch.randn(num, INNER, WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        shares = self.gate(flat).softmax(-1)
+        rows = flat.expand(len(self.up), *flat.shape)
+        inner = torch.baddbmm(self.up_bias[:, None], rows, self.up).tanh()
+        parts = torch.bmm(inner, self.down) * self.scale
+        return torch.einsum("eth,te->th", parts, shares).view_as(x)
+
+
+class Library(nn.Module):
+    """Mixture around the experts of a model of transformers, with the router in this module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"hidden_size": WIDTH, "moe_intermediate_size": INNER, "num_experts": NUM}
+        config = Qwen3MoeConfig(**sizes, experts_implementation="eager")
+        self.router, self.experts = nn.Linear(WIDTH, NUM), Qwen3MoeExperts(config)
+        for weight in self.experts.parameters():
+            nn.init.normal_(weight, std=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        weights, chosen = self.router(flat)[:, :-1].softmax(-1).topk(2)
+        return self.experts(flat, chosen, weights).view_as(x)
+
+
 class Mixtures(nn.Module):
     """One mixture after another."""
 
@@ -135,7 +175,8 @@ class Mixtures(nn.Module):
 
 
 #: Modules in the place of an attention. Code that reads weights needs whole ones, which tp cuts.
-KINDS = {"all": (Looped, Recomputed, First), "loops": (Looped, Recomputed)}
+LISTS = (Looped, Recomputed, First)
+KINDS = {"all": (*LISTS, Stacked, Library), "loops": (*LISTS[:2], Stacked, Library)}
 
 
 def fit(kinds: str, strategy: dict[str, Any] | None, **options: Any) -> Job:
@@ -191,8 +232,12 @@ def test_experts_of_a_list_are_stored_on_one_rank_and_resume_without_ep(tmp_path
         {name for name in rank["ep"].pieces if ".experts." in name and "h.0" in name}
         for rank in ranks
     ]
-    assert not names[0] & names[1]
-    assert [len(held) for held in names] == [len(KINDS["all"]) * 10] * 2
+    of_library = {name for name in names[0] if name.endswith("_proj")}
+    assert names[0] & names[1] == of_library
+    assert [len(held - of_library) for held in names] == [len(LISTS) * 10] * 2
+    for rank in ranks:
+        shapes = [tuple(rank["ep"].pieces[name][0].shape) for name in sorted(of_library)]
+        assert shapes == [(NUM // 2, WIDTH, INNER), (NUM // 2, 2 * INNER, WIDTH)]
     weights = joined([twin_of("all", steps=4)])
     for way in ("ep to dp", "dp to ep"):
         resumed = joined([rank[way] for rank in ranks])
@@ -234,6 +279,31 @@ def test_a_rank_without_rows_takes_part_and_unused_experts_have_no_gradient() ->
         torch.testing.assert_close(grad, expected[name], rtol=1e-12, atol=1e-12)
 
 
+def norms(rank: int, size: int) -> dict[str, float]:
+    """Return the norms of the gradients of stacks, each rank having one of two samples."""
+    torch.manual_seed(0)
+    root = nn.ModuleDict({"mixture": Stacked()}).double()
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+    mesh = ParallelMesh.single()
+    if size > 1:
+        mesh = ParallelMesh.create(ParallelLayout(size, ep=size))
+        parallelize(root, mesh, {"mixture": "experts"})
+    root["mixture"](x[rank : rank + 1] if size > 1 else x).square().sum().backward()
+    shown: dict[str, Any] = {
+        name: ShardedGradient.of(p.grad, shard_spec_of(p), mesh)
+        for name, p in root.named_parameters()
+        if p.grad is not None and p.shape[0] in (NUM, NUM // size) and "gate" not in name
+    }
+    return {name: float(grad.norm()) for name, grad in shown.items()}
+
+
+def test_norms_of_the_gradient_of_a_stack_cover_the_experts_of_all_ranks() -> None:
+    expected = norms(0, 1)
+    assert set(expected) == {"mixture.up", "mixture.up_bias", "mixture.down"}
+    for actual in run_world(norms, 2):
+        assert actual == pytest.approx(expected, rel=1e-12)
+
+
 class Listed(nn.Module):
     """List of layers, with more settings of what is refused."""
 
@@ -261,6 +331,9 @@ def test_lists_that_ep_cannot_divide_are_refused_with_a_remedy() -> None:
         ((Listed(4, 4, shares=True),), "a parameter of it has a second name"),
         ((Listed(4, 4, compiles=True),), "it is in compiled code"),
         ((Listed(4, 4), 2), "etp (2) must cut experts as tp (1) does"),
+        ((Stacked(), 2, "inner"), "etp (2) must cut experts as tp (1) does"),
+        ((Stacked(3), 1, "inner"), "(3) must be a multiple of ep. Use ep of 1 or 3"),
+        ((nn.Conv1d(4, 4, 2), 1, "inner"), "'experts' is for nn.ModuleList of equal experts, or"),
         ((bare,), "no module around it has a forward"),
         ((Listed(4, 4), 1, "*.copy"), "Did you mean 'inner.experts'?"),
     ]
@@ -272,6 +345,7 @@ def run_refused(rank: int, size: int) -> list[str]:
     jobs = [
         (Job(partial(Trained, partial(MiniGPT, nn.Identity)), {"ep": 2}), ParallelPlanError),
         (Job(partial(Trained, partial(MiniGPT, Inside)), {"ep": 2}), UnsupportedError),
+        (Job(partial(Penalised, partial(MiniGPT, Stacked)), {"ep": 2}), UnsupportedError),
     ]
     texts = []
     for job, kind in jobs:
@@ -279,6 +353,14 @@ def run_refused(rank: int, size: int) -> list[str]:
             run_job(job, size)
         texts.append(str(caught.value))
     return texts
+
+
+class Penalised(Trained):
+    """Training whose loss reads all weights."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss + sum(weight.square().sum() for weight in self.parameters())
 
 
 class Inside(Looped):
@@ -289,6 +371,7 @@ class Inside(Looped):
 
 
 def test_modules_without_experts_and_recomputation_inside_are_refused() -> None:
-    for without, inside in run_world(run_refused, 2):
+    for without, inside, penalty in run_world(run_refused, 2):
         assert "give the list the kind 'experts' in tensor_parallel_plan" in without
         assert "as a whole within torch.utils.checkpoint.checkpoint" in inside
+        assert "is divided over ep (2), and" in penalty

@@ -94,7 +94,8 @@ def check_is_sharded(module: LightningModule, mesh: ParallelMesh) -> None:
     Communication: one gather of a flag over the world, on the CPU.
     """
     tp = mesh.tp.size
-    has_parts = not all(shard_spec_of(parameter).is_whole for parameter in module.parameters())
+    specs = map(shard_spec_of, module.parameters())
+    has_parts = not all(spec.is_whole or spec.over_ep for spec in specs)
     if tp == 1 or any(all_gather_objects(has_parts, mesh.world_cpu)):
         return
     plan = suggest_tensor_plan(module, tp)

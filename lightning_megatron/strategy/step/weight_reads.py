@@ -49,9 +49,10 @@ class WeightReads:
     It also refuses derivatives that the step takes itself, if a rank cannot compute them. With
     stages it also refuses what :class:`StageGuard` describes.
 
-    With tp a rank has a shard of each sharded weight, and with pp it has only the layers of its own
-    stage. A penalty over all parameters, or a logged norm, would therefore cover only a part of the
-    model. Layers may read their own weights, because they account for the sharding.
+    With tp a rank has a shard of each sharded weight, with ep a share of each stack of experts, and
+    with pp only the layers of its own stage. A penalty over all parameters, or a logged norm, would
+    therefore cover only a part of the model. Layers may read their own weights, because they
+    account for the sharding.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:
@@ -61,7 +62,8 @@ class WeightReads:
 
     def guard(self, module: nn.Module, step: str) -> AbstractContextManager[Any]:
         """Return a context for a step, which watches the first call only."""
-        if step in self.checked_steps or self.mesh.tp.size * self.mesh.pp.size == 1:
+        axes = self.mesh.tp, self.mesh.pp, self.mesh.ep
+        if step in self.checked_steps or all(axis.size == 1 for axis in axes):
             return nullcontext()
         self.checked_steps.add(step)
         # torch.compile would trace the guard's mode into the compiled code.
@@ -81,7 +83,9 @@ class WeightReads:
         tp = self.mesh.tp.size
         pp = self.mesh.pp.size
         for name, parameter in module.named_parameters():
-            if tp > 1 and _is_cut(parameter):
+            if shard_spec_of(parameter).over_ep:
+                yield id(parameter), (name, f"divided over ep ({self.mesh.ep.size})")
+            elif tp > 1 and _is_cut(parameter):
                 yield id(parameter), (name, f"cut over tp ({tp})")
             elif pp > 1 and id(parameter) in inside:
                 yield id(parameter), (name, f"in a model of which each stage has layers (pp {pp})")
@@ -194,7 +198,9 @@ class _Guard(TorchFunctionMode):
         name, reason = self._watched.get(id(parameter), unnamed)
         line = Line.of(reader)
         whole = "pp=1"
-        if "tp" in reason:
+        if "over ep" in reason:
+            whole = "read it in the forward of its module, or use ep=1"
+        elif "tp" in reason:
             whole = "give its layer the kind 'replicate' in tensor_parallel_plan"
         raise UnsupportedError(
             f"{self._step} must not read a weight of which this rank holds a part: {name!r} is "

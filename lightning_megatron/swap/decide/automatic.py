@@ -114,7 +114,9 @@ def automatic_tensor_plan(root: nn.Module, mesh: ParallelMesh) -> dict[str, str]
             name: "column_gather" if split_kind(kind)[0] in FULL_VIEWS else kind
             for name, kind in kinds.items()
         }
-    plan = _patterns(root, kinds) | _patterns(root, automatic_experts(root, mesh), nn.ModuleList)
+    experts = automatic_experts(root, mesh)
+    types = {type(root.get_submodule(name)) for name in experts}
+    plan = _patterns(root, kinds) | _patterns(root, experts, *types)
     if plan and any("auto" in rules_of(part) for part in root.modules()):
         return {"*": "auto", **plan}
     return plan or None

@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.experts.own_lists import stacks_of
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.stage import PipelinedModule, computed_by
@@ -28,7 +29,7 @@ from lightning_megatron.swap.blocks.rules import BlockRule, rules_of
 from lightning_megatron.swap.hugging_face.own_code import is_hugging_face
 from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
 
-#: Kind of a list of experts.
+#: Kind of a list of experts, and of a module with stacks of them.
 EXPERTS = "experts"
 
 #: Kinds of a plan, with the blocks that each applies to.
@@ -51,7 +52,7 @@ KINDS: Mapping[str, str] = {
     ),
     "partial": "any module between a column and a row layer that is used with all of its weights "
     "on a part of the heads",
-    EXPERTS: "nn.ModuleList of equal experts, which ep divides",
+    EXPERTS: "nn.ModuleList of equal experts, or a module with stacks of them, which ep divides",
     "replicate": "any module, which then keeps its own code",
 }
 
@@ -148,7 +149,7 @@ def split_kind(kind: str) -> tuple[str, tuple[int, ...]]:
 
 def _fits(kind: str, site: ModuleSite) -> bool:
     if kind == EXPERTS:
-        return type(site.module) is nn.ModuleList
+        return type(site.module) is nn.ModuleList or bool(stacks_of(site.module))
     if kind in ("replicate", "partial") or getattr(site.module, SWAPPED_AS, None) == kind:
         return True
     is_model = isinstance(site.module, (GPT, Encoder, ReplacedModel))

@@ -139,7 +139,7 @@ def build_family_model(
 
 
 def build_experts(site: ModuleSite, root: nn.Module, mesh: ParallelMesh) -> Swap:
-    """Prepare to divide a list of experts, which stays where it is, over ep."""
+    """Prepare to divide experts, which stay where they are, over ep."""
     experts: Any = site.module
     user = user_of_experts(root, site.name)
     problem = why_not_experts(root, site.name, mesh)
