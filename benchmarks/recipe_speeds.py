@@ -166,20 +166,20 @@ def data_options(args: argparse.Namespace, recipe: str) -> dict[str, Any]:
     return {**given, **({"data.split": "null"} if "gpt2" in recipe else {"data.corpus": "null"})}
 
 
-def settings_of(recipe: str) -> tuple[dict[str, Any], int | None]:
+def settings_of(recipe: str) -> tuple[dict[str, Any], int]:
     """Return the strategy's options in a recipe, and in those that it changes, and its length.
 
     Returns:
-        Options; tokens of a sample, None if the recipe takes the model's
+        Options; tokens of a sample
     """
     path = recipe_path(recipe)
     options: dict[str, Any] = {}
-    length = None
+    length = 0
     for file in (*recipes_below(path), path):
         values = yaml.safe_load(file.read_text("utf-8"))
         options |= values["trainer"]["strategy"]["init_args"]
         length = values.get("data", {}).get("init_args", {}).get("seq_length", length)
-    return options, length if isinstance(length, int) else None
+    return options, length
 
 
 def options_of(args: argparse.Namespace, recipe: str) -> dict[str, Any]:
@@ -217,8 +217,7 @@ def tiny_options(args: argparse.Namespace, recipe: str) -> dict[str, Any]:
         options["trainer.strategy.optimizer.moments_dtype"] = "float32"
     if CASES[recipe].data == "chat":
         return options | {"data.seq_length": 512}
-    length = "num_positions" if "bert" in recipe else "max_seq_length"
-    return options | {"data.seq_length": 64, f"model.config.{length}": 64}
+    return options | {"data.seq_length": 64}
 
 
 def row(args: argparse.Namespace, recipe: str, figures: dict[str, Any] | None) -> str:

@@ -34,12 +34,12 @@ STREAM = "--data.streaming.shuffle_buffer=5 --data.num_workers=1"
 #: Recipe and further options, options of two processes, and options of one process.
 TWO = {
     "moe_speeches_cpu": (
-        "-c recipe:moe_speeches_cpu --data.data_dir={root}/data --model.config.max_seq_length=32",
+        "-c recipe:moe_speeches_cpu --data.data_dir={root}/data --data.seq_length=32",
         "--data.batch_size=16",
         "--data.batch_size=16 --trainer.strategy.tp=1 --trainer.strategy.ep=1",
     ),
     "bert_speeches_cpu": (
-        "-c recipe:bert_speeches_cpu --data.data_dir={root}/data --model.config.num_positions=32 "
+        "-c recipe:bert_speeches_cpu --data.data_dir={root}/data --data.seq_length=32 "
         "--trainer.strategy.tp=1",
         "",
         "--trainer.strategy.pp=1",
@@ -71,7 +71,7 @@ TWO = {
 }  # fmt: skip
 FOUR = {
     "gpt_speeches_cpu": (
-        "-c recipe:gpt_speeches_cpu --data.data_dir={root}/data --model.config.max_seq_length=32",
+        "-c recipe:gpt_speeches_cpu --data.data_dir={root}/data --data.seq_length=32",
         "",
         "",
     )
