@@ -54,7 +54,7 @@ def wikitext(
     """Print the perplexity of a language model on WikiText or another text, under any layout.
 
     Args:
-        model: A local Hugging Face folder, or a checkpoint.
+        model: A Hugging Face folder, a model's name on the Hub, or a checkpoint.
         data: A text file, such as wiki.test.tokens.
         window: Tokens that the model reads at once.
         stride: Tokens by which windows advance; 32 as published, the size of a window is fastest.
@@ -77,7 +77,7 @@ def lambada(
     """Print the accuracy of a language model on LAMBADA, under any layout.
 
     Args:
-        model: A local Hugging Face folder, or a checkpoint.
+        model: A Hugging Face folder, a model's name on the Hub, or a checkpoint.
         data: JSON lines with the key `text`.
         window: Tokens that the model reads at once; by default the longest passage.
     """

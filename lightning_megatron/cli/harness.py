@@ -45,7 +45,7 @@ def harness(
     The numbers are those of lm-eval's own model `hf`.
 
     Args:
-        model: A local Hugging Face folder, or a checkpoint.
+        model: A Hugging Face folder, a model's name on the Hub, or a checkpoint.
         tasks: Names of tasks.
         include_path: Folder with YAML files of further tasks.
         own_tasks_only: Read only the tasks of --include_path, which saves seconds at the start.

@@ -207,7 +207,11 @@ class MegatronCLI(RecipeCLI):
                 # What a tokenizer is refused for; the last two lines are OmegaConf's.
                 raise UnsupportedError(told.rpartition("\n    full_key: ")[0]) from error
             key = str(error.full_key).partition(".")[2]
-            parser.error(f"{key}: {str(error).splitlines()[0]}. Correct the ${{...}} in its value.")
+            option = key.replace("init_args.", "")
+            parser.error(
+                f"{key}: {str(error).splitlines()[0]}. Correct the ${{...}} in its value, or give "
+                f"another one: --{option} VALUE"
+            )
 
     @override
     def before_instantiate_classes(self) -> None:

@@ -126,6 +126,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "layout --world 8": ("no option --world. Did you mean --world_size?", "legal: cp, ep,"),
     "schedule --name zbv": ("name: zbv is given. Did you mean zb-v?", "legal: 1f1b, "),
     "generate": ("a value is missing: model", "All options: lightning-megatron generate --help"),
+    f"{RECIPE} --data tests.cli_modules.Counting": ("or give another one: --model.config.max_seq_length VALUE", ""),
     "fit gpt.yaml": ("'gpt.yaml' is not expected here. Did you mean -c gpt.yaml?", ""),
     f"{RECIPE} --trainer.max_step 3": ("no option --trainer.max_step. Did you mean --trainer.max_steps?", "legal after --trainer.: accelerator,"),
     f"{RECIPE} --trainer.max_steps abc": ("trainer.max_steps: expected int: abc is given.", ""),

