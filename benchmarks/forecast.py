@@ -27,6 +27,8 @@ from typing_extensions import override
 from benchmarks.measure import QUIET, Measure, heading, option_parser, strategy_of
 from benchmarks.shapes import Tokens, Trained, changed
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.forecast.cluster import Cluster
+from lightning_megatron.forecast.step_time import estimate_time
 from lightning_megatron.plan.budget import GIB
 from lightning_megatron.strategy.callbacks.memory_report import MemoryReport, StageReport
 from lightning_megatron.strategy.memory_estimate import MemoryCase
@@ -168,7 +170,9 @@ def run_case(name: str, args: argparse.Namespace) -> None:
 
 def table(out: Path) -> str:
     """Estimate what the files of a folder describe, and format it beside what was measured."""
-    lines = heading("case", "stage", "GiB, estimate", "GiB, measured", "ratio", "ms in a row")
+    lines = heading(
+        "case", "stage", "GiB, estimate", "GiB, measured", "ratio", "ms, estimate", "ms in a row"
+    )
     for name in CASES:
         path = out / f"{name}.json"
         if not path.exists():
@@ -176,15 +180,27 @@ def table(out: Path) -> str:
         figures = json.loads(path.read_text())
         # A file that this program has written.
         case: MemoryCase = pickle.loads(path.with_suffix(".pickle").read_bytes())  # noqa: S301
+        times = _times(case, figures)
         for estimate, stage in zip(case.estimate(), figures["stages"], strict=True):
             sizes = "n/a | n/a"
             if stage["peak"]:
                 sizes = f"{stage['peak'] / GIB:.2f} | {estimate.peak / stage['peak']:.3f}"
             lines.append(
-                f"| {name} | {estimate.stage} | {estimate.peak / GIB:.2f} | {sizes} | "
-                f"{figures.get('row_mean_ms', '')} |"
+                f"| {name} | {estimate.stage} | {estimate.peak / GIB:.2f} | {sizes} | {times} |"
             )
     return "\n".join(lines)
+
+
+def _times(case: MemoryCase, figures: dict[str, Any]) -> str:
+    """Return the estimated and the measured time of a step in a row, and how far they differ."""
+    measured = figures.get("row_mean_ms")
+    if measured is None:
+        return "n/a | n/a"
+    cluster = Cluster(num_gpus=case.layout.world_size)
+    # The callbacks of these runs may read parameters, which are therefore gathered before.
+    step = estimate_time(case.model, case.layout, case.training, cluster, overlaps_gathers=False)
+    ms = step.seconds * 1e3
+    return f"{ms:.1f} | {measured:.1f} ({100 * (ms / measured - 1):+.1f} %)"
 
 
 def main() -> None:
