@@ -15,9 +15,9 @@ from lightning_megatron.errors import (
 )
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import (
-    all_gather_objects,
     broadcast_object,
     gather_objects,
+    gather_some,
 )
 
 logger = logging.getLogger(__name__)
@@ -48,30 +48,27 @@ class CaughtError:
         return True
 
 
-def run_collectively(
-    action: Callable[[], T], axis: MeshAxis, what: str, on_first: bool = False
-) -> list[T]:
-    """Run ``action`` on every rank and return all results; if any rank fails, all ranks raise.
+def run_collectively(action: Callable[[], T], axis: MeshAxis, what: str) -> list[T]:
+    """Run ``action`` on every rank, and return all results on the first rank and none on others.
+
+    If any rank fails, all ranks raise.
 
     Args:
         what: Description of the step in errors, such as "saving ...".
-        on_first: Return the results on the first rank alone, and on others none.
 
     Raises:
         CheckpointSaveError: On every rank, with the reasons of the ranks that failed.
         BaseException: On a rank that was interrupted (KeyboardInterrupt and similar), after the
             other ranks were notified.
 
-    Communication: one gather of results; with ``on_first`` one of failures before it.
+    Communication: one all-reduce of a flag, and one gather of results, or of failures.
     """
     result: T | None = None
     with CaughtError(BaseException) as caught:
         result = action()
-    reason = None if caught.error is None else describe(caught.error)
-    outcomes = all_gather_objects((None if on_first else result, reason), axis)
+    reasons = gather_some(None if caught.error is None else describe(caught.error), axis)
     if caught.error is not None and not isinstance(caught.error, Exception):
         raise caught.error
-    reasons = {rank: reason for rank, (_, reason) in enumerate(outcomes) if reason is not None}
     if reasons:
         shown = [f"rank {rank}: {reason}" for rank, reason in reasons.items()][:_NUM_SHOWN]
         more = f"; and {len(reasons) - _NUM_SHOWN} more" if len(reasons) > _NUM_SHOWN else ""
@@ -81,7 +78,7 @@ def run_collectively(
             "removed; earlier checkpoints are unchanged. Free space there, or save to another "
             "folder."
         ) from caught.error
-    return gather_objects(result, axis) if on_first else [result for result, _ in outcomes]
+    return gather_objects(result, axis)
 
 
 def run_on_first(action: Callable[[], T], axis: MeshAxis) -> T:
@@ -109,13 +106,12 @@ def verify_together(check: Callable[[], object], axis: MeshAxis) -> None:
         CheckpointMismatchError: On all ranks, if the check raises it on one.
         UnsupportedError: On all ranks, if the check raises it on one.
 
-    Communication: one gather of errors.
+    Communication: one all-reduce of a flag, and after a failure a gather of errors.
     """
     with CaughtError(BaseException) as caught:
         check()
     # All ranks raise the error of the first rank that failed: they must continue in the same way.
-    gathered = all_gather_objects(_to_send(caught.error), axis)
-    errors = [error for error in gathered if error is not None]
+    errors = list(gather_some(_to_send(caught.error), axis).values())
     if caught.error is not None and not isinstance(caught.error, Exception):
         raise caught.error
     if errors:

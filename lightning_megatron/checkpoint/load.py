@@ -30,7 +30,6 @@ from lightning_megatron.checkpoint.open_checkpoint import (
 from lightning_megatron.checkpoint.tensor_index import SavedTensor
 from lightning_megatron.checkpoint.values import from_bytes, read_single_file
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError
-from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import Placement
 from lightning_megatron.hub import TOKENIZER
@@ -77,8 +76,8 @@ def match(
     Communication: one gather of names over tp x pp, or over the world if ep is above 1.
     """
     sources: dict[str, str] = {}
-    missing: list[str] = []
-    shapes: list[_OtherShape] = []
+    missing: set[str] = set()
+    shapes: set[_OtherShape] = set()
     for name, spec in expected.items():
         if 0 in spec.full_shape:
             continue  # tensors without elements are not saved
@@ -86,18 +85,14 @@ def match(
         if spec.tied_to is not None:
             source = original_name(name, spec.tied_to, saved.keys()) or source
         if source is None:
-            missing.append(name)
+            missing.add(name)
         elif tuple(saved[source]) != spec.full_shape:
-            shapes.append((source, tuple(saved[source]), spec.full_shape))
+            shapes.add((source, tuple(saved[source]), spec.full_shape))
         else:
             sources[name] = source
-    report = set(sources.values()), missing, shapes
-    found, missing_of, shapes_of = zip(
-        *all_gather_objects(report, mesh.full_model_cpu), strict=True
-    )
-    all_missing = sorted(set().union(*missing_of))
-    all_shapes = sorted(set().union(*shapes_of))
-    needed = set().union(*found, (source for source, _, _ in all_shapes))
+    found, *others = mesh.unions_over_model(set(sources.values()), missing, shapes)
+    all_missing, all_shapes = map(sorted, others)
+    needed = found.union(source for source, _, _ in all_shapes)
     unexpected = sorted(name for name in saved if name.startswith(prefix) and name not in needed)
     other_shapes = [
         f"{name} is {saved_shape} in the checkpoint and {model_shape} in the model"

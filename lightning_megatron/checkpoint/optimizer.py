@@ -79,7 +79,7 @@ def check_saved_groups(
     Raises:
         CheckpointMismatchError: On all ranks, if a group of any rank differs.
 
-    Communication: a gather of names over all ranks.
+    Communication: a gather of names over ep, and one over tp x pp.
     """
     saved = {name: number for number, group in enumerate(groups) for name in group["parameters"]}
     moved = [
@@ -88,16 +88,14 @@ def check_saved_groups(
         for name in names
         if saved.get(original[name]) != number
     ]
-    report = len(names_of_groups), moved, set(original.values())
-    numbers, moved_of, present_of = zip(
-        *all_gather_objects(report, mesh.full_model_cpu), strict=True
+    numbers, moved_of_all, present = mesh.unions_over_model(
+        {len(names_of_groups)}, set(moved), set(original.values())
     )
     complaints = [
         f"{len(groups)} groups were saved, the optimizer has {number}"
-        for number in set(numbers) - {len(groups)}
+        for number in numbers - {len(groups)}
     ]
-    complaints += sorted(set().union(*moved_of))[:10]
-    present = set().union(*present_of)
+    complaints += sorted(moved_of_all)[:10]
     dropped = [name for name in saved if name not in present]
     complaints += [f"saved, but now in no group: {', '.join(dropped[:10])}"] if dropped else []
     if complaints:
@@ -369,9 +367,9 @@ def _originals(
 def _join_stage(groups: list[dict[str, Any]], values: dict[str, Any], mesh: ParallelMesh) -> None:
     """Merge the values and expert parameters of the other ranks of this pipeline stage."""
     # Without expert parallelism, the data ranks of a stage have the same names in the same order.
-    axis = mesh.data_cpu if mesh.layout.ep == 1 else mesh.world_cpu
-    for stage, other_groups, part in all_gather_objects((mesh.pp.rank, groups, values), axis):
-        if stage == mesh.pp.rank:
+    axes = [mesh.data_cpu] if mesh.layout.ep == 1 else [mesh.data_cpu, mesh.tp_cpu]
+    for axis in axes:
+        for other_groups, part in all_gather_objects((groups, values), axis):
             values |= part
             for group, other_group in zip(groups, other_groups, strict=True):
                 names = [*group["parameters"], *other_group["parameters"]]

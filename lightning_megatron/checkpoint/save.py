@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import blake2b
 
 from lightning_megatron.checkpoint.collective_steps import CaughtError, run_collectively
 from lightning_megatron.checkpoint.directory import CheckpointPath, checkpoint_path_of
@@ -20,10 +21,11 @@ from lightning_megatron.checkpoint.tensor_index import (
     write_piece,
 )
 from lightning_megatron.errors import CheckpointSaveError
+from lightning_megatron.groups.collectives import broadcast_object
 from lightning_megatron.groups.mesh import ParallelMesh
 
-#: Name of a tensor and offsets of one of its pieces (elements).
-_PieceKey = tuple[str, tuple[int, ...]]
+#: Size of the key of a piece, a digest of its tensor's name and its offsets (bytes).
+KEY_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ class CollectiveSave:
         Raises:
             CheckpointSaveError: On all ranks, with the reasons of the ranks that failed.
 
-        Communication: gathers names of pieces over the world, and their places on its first rank.
+        Communication: gathers keys and places of pieces on the first rank of the world, and
+            broadcasts the keys that several ranks have.
         """
         target = checkpoint_path_of(self.path)
         axis = self.mesh.checkpoint_cpu
@@ -76,7 +79,7 @@ class CollectiveSave:
             folder = target.folder(self.token)
             # A large model has millions of pieces, which only the first rank lists.
             write = partial(self._write, folder, content, pieces)
-            written = run_collectively(write, axis, what, on_first=True)
+            written = run_collectively(write, axis, what)
             publish = partial(self._publish, target, folder, content, written)
             run_collectively(partial(self._first, publish), axis, what)
         except CheckpointSaveError:
@@ -93,20 +96,21 @@ class CollectiveSave:
         """
         snapshots: list[RankSnapshot] = []
 
-        def start() -> tuple[str | None, list[_PieceKey]]:
+        def start() -> bytes:
             if self.mesh.world.rank == 0:
                 self.token = target.begin()
             if isinstance(self.content, BaseException):
                 raise self.content
             snapshots.append(self.content)
-            return self.token, [_key(piece) for piece in self.content.pieces]
+            return b"".join(map(_key, self.content.pieces))
 
         axis = self.mesh.checkpoint_cpu
-        begun = run_collectively(start, axis, what)
-        self.token = begun[0][0]
-        taken = {key for _, keys in begun[: axis.rank] for key in keys}
+        keys_of_ranks = run_collectively(start, axis, what)
+        # Few pieces are on several ranks, so that the first rank names only these.
+        self.token, writers = broadcast_object((self.token, writers_of(keys_of_ranks)), axis)
         own = {_key(piece): piece for piece in snapshots[0].pieces}
-        return snapshots[0], [piece for key, piece in own.items() if key not in taken]
+        mine = [piece for key, piece in own.items() if writers.get(key, axis.rank) == axis.rank]
+        return snapshots[0], mine
 
     def _write(
         self, folder: Folder, content: RankSnapshot, pieces: Sequence[BoxToWrite]
@@ -150,8 +154,25 @@ class CollectiveSave:
         run_collectively(lambda: None, self.mesh.checkpoint_cpu, "removing what was written")
 
 
-def _key(piece: BoxToWrite) -> _PieceKey:
-    return piece.name, piece.box.offsets
+def writers_of(keys_of_ranks: Sequence[bytes]) -> dict[bytes, int]:
+    """Return the lowest rank of each key that several ranks have.
+
+    Args:
+        keys_of_ranks: Keys of every rank, joined; each has ``KEY_BYTES`` bytes.
+    """
+    first: dict[bytes, int] = {}
+    writers: dict[bytes, int] = {}
+    for rank, keys in enumerate(keys_of_ranks):
+        for start in range(0, len(keys), KEY_BYTES):
+            key = keys[start : start + KEY_BYTES]
+            if first.setdefault(key, rank) != rank:
+                writers[key] = first[key]
+    return writers
+
+
+def _key(piece: BoxToWrite) -> bytes:
+    place = f"{piece.box.offsets} of {piece.name}"
+    return blake2b(place.encode(), digest_size=KEY_BYTES).digest()
 
 
 def _file_of(rank: int) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from lightning_megatron.errors import CaptureError, RankMismatchError
 from lightning_megatron.groups.axis import MeshAxis
-from lightning_megatron.groups.collectives import all_gather_objects, all_reduce_
+from lightning_megatron.groups.collectives import all_reduce_, gather_some
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 
 #: Longest part of an error's text in a message about all ranks (characters).
@@ -28,15 +28,12 @@ def failure_of_any(failure: str | None, world: MeshAxis, settings: CudaGraphs) -
     Raises:
         CaptureError: If a rank has failed, and the user asked for an error.
 
-    Communication: one gather of objects over ``world``.
+    Communication: one all-reduce of a flag over ``world``, and after a failure a gather of texts.
     """
-    gathered = all_gather_objects(failure, world)
-    failures = {
-        rank: text for rank, text in zip(world.ranks, gathered, strict=True) if text is not None
-    }
+    failures = gather_some(failure, world)
     if not failures:
         return None
-    (rank, text), *others = failures.items()
+    (rank, text), *others = ((world.ranks[place], text) for place, text in failures.items())
     shown = f"{text.rstrip('.')}." if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
     words = f"rank {rank} could not capture {shown}"
     if others:
@@ -47,14 +44,6 @@ def failure_of_any(failure: str | None, world: MeshAxis, settings: CudaGraphs) -
             "on_failure='eager' to train without them, or another mode or other scopes."
         )
     return words
-
-
-def is_true_anywhere(flag: bool, world: MeshAxis) -> bool:
-    """Return whether a condition holds on one of the ranks.
-
-    Communication: one all-reduce on the CPU over ``world``.
-    """
-    return bool(all_reduce_(torch.tensor(int(flag)), world, "max"))
 
 
 class KeyAgreement:

@@ -6,10 +6,10 @@ that autograd has recorded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_megatron.groups.axis import MeshAxis
 
+_T = TypeVar("_T")
 ReduceOp = Literal["sum", "mean", "max", "min"]
 
 # torch 2.13 renamed both and warns about the old names.
@@ -266,6 +267,35 @@ def gather_objects(obj: Any, axis: MeshAxis) -> list[Any]:
     root = axis.ranks[0]
     axis.launcher.wait(lambda: dist.gather_object(obj, objects, root, group=axis.group))
     return objects or []
+
+
+def gather_some(obj: _T | None, axis: MeshAxis) -> dict[int, _T]:
+    """Gather the objects of the ranks that have one, such as an error, by position on every rank.
+
+    Communication: one all-reduce of a flag; if a rank has an object, one gather of objects.
+    """
+    if not is_true_anywhere(obj is not None, axis):
+        return {}
+    gathered: list[_T | None] = all_gather_objects(obj, axis)
+    return {position: found for position, found in enumerate(gathered) if found is not None}
+
+
+def merge_objects(obj: _T, axis: MeshAxis, merge: Callable[[list[_T]], _T]) -> _T:
+    """Merge objects of all ranks of the axis, on every rank.
+
+    For many ranks, the objects of rows are merged first, so that a rank receives few objects.
+
+    Args:
+        merge: Function that merges objects, and also merged ones, in any order.
+    """
+    for line in axis.lines or (axis,):
+        obj = merge(all_gather_objects(obj, line))
+    return obj
+
+
+def is_true_anywhere(flag: bool, axis: MeshAxis) -> bool:
+    """Return whether a condition holds on a rank of an axis on the CPU, by one all-reduce."""
+    return bool(all_reduce_(torch.tensor(int(flag)), axis, "max"))
 
 
 def broadcast_object(obj: Any, axis: MeshAxis, source: int = 0) -> Any:

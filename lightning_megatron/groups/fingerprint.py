@@ -13,11 +13,12 @@ from hashlib import blake2b
 from itertools import cycle
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from lightning_megatron.errors import RankMismatchError
 from lightning_megatron.groups.axis import MeshAxis
-from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.collectives import all_gather_objects, all_reduce_
 
 _PACKAGE = Path(__file__).parents[1]
 Fields = Mapping[str, str | int | float | None]
@@ -50,7 +51,12 @@ def package_hash() -> str:
 
 
 def check_same_everywhere(
-    world: MeshAxis, fields: Fields, remedy: str = _REMEDY, *, part: int = 0
+    world: MeshAxis,
+    fields: Fields,
+    remedy: str = _REMEDY,
+    *,
+    part: int = 0,
+    num_parts: int = 1,
 ) -> None:
     """Check that named values are equal on all ranks of ``world``.
 
@@ -58,19 +64,24 @@ def check_same_everywhere(
         world: Axis with all ranks, on CPU.
         remedy: Last sentence of the error text: what the user should do if values differ.
         part: Number of a part of ``world``. Only ranks of one part need equal values.
+        num_parts: Number of parts, the same on all ranks; some of them may have no ranks.
 
     Raises:
         RankMismatchError: On every rank; the message names the ranks and fields that differ from
             the majority.
 
-    Communication: one gather of a digest over ``world``; one of the values if digests differ.
+    Communication: one all-reduce of digests over ``world``; one gather of values if they differ.
     """
     text = repr(sorted(fields.items()))
-    digests = set(all_gather_objects((part, blake2b(text.encode()).hexdigest()), world))
-    if len(digests) == len({number for number, _ in digests}):
+    digest = int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
+    # The largest of a number and of its negation give both the largest and the smallest one.
+    extremes = torch.full((num_parts, 2), -(2**60))
+    extremes[part] = torch.tensor([digest, -digest])
+    largest, smallest = all_reduce_(extremes, world, "max").unbind(1)
+    if not (largest > -smallest).any():
         return
     by_rank = dict(zip(world.ranks, all_gather_objects((part, dict(fields)), world), strict=True))
-    for differing in sorted({number for number, _ in digests}):
+    for differing in range(num_parts):
         members = {
             rank: values for rank, (number, values) in by_rank.items() if number == differing
         }

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_megatron.groups.agent_store import default_store
 from lightning_megatron.groups.axis import CollectiveLauncher, MeshAxis
 from lightning_megatron.groups.collective_matmul import release_workspace
+from lightning_megatron.groups.collectives import merge_objects
 from lightning_megatron.groups.fingerprint import check_same_in_store
 from lightning_megatron.groups.host_values import HostValues
 from lightning_megatron.groups.journal import Journal
@@ -160,13 +161,13 @@ class ParallelMesh:
         """Return the axis of a parameter's replicas: ``edp`` for experts, else ``data``."""
         return self.edp if is_expert else self.data
 
-    @property
-    def full_model_cpu(self) -> MeshAxis:
-        """Return the axis of ranks that together have every parameter of the model.
+    def unions_over_model(self, *sets: set[Any]) -> list[set[Any]]:
+        """Return the union of each set over the ranks that together have every parameter.
 
-        It is ``model_cpu``, or ``world_cpu`` if ep is above 1.
+        Communication: one gather of the sets over ep, and one of their unions over tp x pp.
         """
-        return self.model_cpu if self.layout.ep == 1 else self.world_cpu
+        unions = merge_objects([*sets], self.ep_cpu, _unions)
+        return merge_objects(unions, self.model_cpu, _unions)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelMesh:
         """Return the mesh itself: a copied module, such as an average, uses the same groups."""
@@ -199,6 +200,10 @@ def _groups(
         "host_values": HostValues(),
         "owned_groups": tuple(builder.created),
     }
+
+
+def _unions(ranks: list[list[set[Any]]]) -> list[set[Any]]:
+    return [set().union(*sets) for sets in zip(*ranks, strict=True)]
 
 
 def random_streams(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.errors import NonFiniteError, NonFiniteGradientError
-from lightning_megatron.groups.collectives import all_gather_objects, all_reduce_
+from lightning_megatron.groups.collectives import all_gather_objects, gather_some
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.optimizer.main_parameters import MainParameters
 from lightning_megatron.optimizer.reduction import GradientReducer
@@ -231,11 +231,10 @@ class FiniteWatch:
         self._read()
         local_findings = self._findings
         self._findings = []
-        flag = torch.tensor(len(local_findings))
-        if not all_reduce_(flag, self._mesh.world_cpu, "max").item():
+        found = gather_some(local_findings or None, self._mesh.world_cpu)
+        findings = [finding for of_rank in found.values() for finding in of_rank]
+        if not findings:
             return
-        findings_by_rank = all_gather_objects(local_findings, self._mesh.world_cpu)
-        findings = [finding for of_rank in findings_by_rank for finding in of_rank]
         earliest = earliest_of(findings)
         has_gradient = earliest[0].kind == "gradient"
         error = NonFiniteGradientError if has_gradient else NonFiniteError

@@ -106,7 +106,8 @@ def test_table_is_printed_once_and_ranks_of_a_stage_are_merged_into_their_maximu
     assert "(GiB per rank)" in replace(with_peak, peak=2**31).table()
     halves = {name: size // 2 for name, size in report.held.items()}
     smaller, last = replace(report, held=halves, peak=5), replace(report, stage=1, peak=3)
-    merged = merge_ranks([last, smaller, replace(report, peak=7), replace(last, peak=9)])
+    ranks = [last, smaller, replace(report, peak=7), replace(last, peak=9)]
+    merged = merge_ranks([(one,) for one in ranks])
     assert [(stage.stage, stage.peak) for stage in merged] == [(0, 7), (1, 9)]
     assert merged[0].held == report.held
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.errors import CaptureError, SpeedWarning, UnsupportedError
-from lightning_megatron.graphs.agreement import KeyAgreement, failure_of_any, is_true_anywhere
-from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.graphs.agreement import KeyAgreement, failure_of_any
+from lightning_megatron.groups.collectives import all_reduce_, is_true_anywhere
 from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.journal import DeviceCounter, DeviceProgress
 from lightning_megatron.groups.mesh import ParallelMesh

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.graphs.cuda import private_pools
-from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.collectives import merge_objects
 from lightning_megatron.plan.budget import GIB, StageMemory
 from lightning_megatron.plan.columns import align_columns
 from lightning_megatron.plan.settings import Count, coerced_arguments
@@ -168,14 +169,14 @@ class MemoryReport(Callback):
         if device.type == "cuda" and graphs is not None and graphs.num_graphs > 0:
             pools = sum(private_pools(device).values())
         held = held_bytes(strategy.run, trainer.optimizers)
-        rank_report = StageReport(
+        own = StageReport(
             strategy.mesh.pp.rank,
             estimate_of(strategy.run, trainer.optimizers, batch),
             held,
             None if self._eager_peak is None else self._eager_peak + (pools or 0),
             pools,
         )
-        self.reports = merge_ranks(all_gather_objects(rank_report, strategy.mesh.world_cpu))
+        self.reports = merge_objects((own,), strategy.mesh.world_cpu, merge_ranks)
         for report in self.reports:
             pl_module.print(report.table())
 
@@ -185,10 +186,10 @@ def peak_of(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def merge_ranks(reports: Sequence[StageReport]) -> tuple[StageReport, ...]:
+def merge_ranks(ranks: Sequence[Sequence[StageReport]]) -> tuple[StageReport, ...]:
     """Merge the reports of all ranks by stage, with the maximum over ranks for each part."""
     stages: dict[int, StageReport] = {}
-    for report in reports:
+    for report in chain.from_iterable(ranks):
         before = stages.setdefault(report.stage, report)
         stages[report.stage] = replace(
             before,

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_megatron.errors import ParallelPlanError, SpeedWarning
-from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.collectives import broadcast_object, gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.settings import Count, Positive, coerced_arguments
 from lightning_megatron.strategy.callbacks.step_clock import StepClock
@@ -194,7 +194,7 @@ class StragglerWatch(Callback):
         own = tuple(one.step - one.waiting for one in steps)
         data = tuple(one.data for one in steps)
         times = RankTimes(mesh.rank, mesh.pp.rank, self._place, own, data)
-        ranks = all_gather_objects(times, mesh.world_cpu)
+        ranks = gather_objects(times, mesh.world_cpu)
         num_replayed = max((one.num_replayed for one in steps), default=0)
         if num_replayed and not self._is_blind:
             self._is_blind = True
@@ -203,7 +203,8 @@ class StragglerWatch(Callback):
                 "which CUDA graphs run: they count as computing, on all ranks alike. A slow rank "
                 "is found if the others wait for it elsewhere, such as for data or gradients."
             )
-        found = {one.times.rank: one for one in find_stragglers(ranks, self.above)}
+        stragglers = find_stragglers(ranks, self.above) if mesh.world_cpu.is_first else []
+        found = {one.times.rank: one for one in broadcast_object(stragglers, mesh.world_cpu)}
         last = self._num_batches
         for rank in sorted(found.keys() - self.slow.keys()):
             report = found[rank].report(last - self.num_steps + 1, last)

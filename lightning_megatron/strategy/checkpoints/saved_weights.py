@@ -16,7 +16,7 @@ from lightning_megatron.checkpoint import model_tensors
 from lightning_megatron.checkpoint.entries import Entry
 from lightning_megatron.checkpoint.metadata_checks import MODEL
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.collectives import all_gather_objects, is_true_anywhere
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import ShardSpec, replicated_spec
 from lightning_megatron.optimizer.main_parameters import MainParameters
@@ -90,13 +90,16 @@ def weights_to_save(
     Raises:
         UnsupportedError: On all ranks, for values whose position in the full tensors is unknown.
 
-    Communication: one gather of names over the world.
+    Communication: one all-reduce of a flag over the world, and after changes a gather of names.
     """
     current = module.state_dict()
     _warn_of_extra_states(current)
     changes, complaints = _compare(state_dict, current, main, mesh, all_changed)
     deciding = [part for part in changes if mesh.replica_axis(part.place[0]).is_first]
-    gathered = all_gather_objects((deciding, complaints), mesh.world_cpu)
+    is_changed = complaints or any(part.removed or part.changed or part.added for part in changes)
+    gathered = [(changes, complaints)]
+    if is_true_anywhere(bool(is_changed), mesh.world_cpu):
+        gathered = all_gather_objects((deciding, complaints), mesh.world_cpu)
     first = {(part.place, part.part): part for parts, _ in gathered for part in parts}
     _check(first.values(), [complaint for _, part in gathered for complaint in part])
     decided = [first[part.place, part.part] for part in changes]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from operator import itemgetter
+from itertools import chain
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -32,16 +32,10 @@ def gather_parts(part: T, mesh: ParallelMesh) -> list[T]:
     Args:
         part: Value of this rank; the same on all ranks with the same stage and expert shard.
 
-    Communication: one gather of objects over pp, or over the world if ep is above 1.
+    Communication: one gather of objects over ep, and one over pp.
     """
-    if mesh.layout.ep == 1:
-        return all_gather_objects(part, mesh.pp_cpu)
-    sends = mesh.edp.is_first and mesh.etp.is_first
-    place = (mesh.pp.rank, mesh.ep.rank)
-    gathered = all_gather_objects((place, part) if sends else None, mesh.world_cpu)
-    entries = [entry for entry in gathered if entry is not None]
-    entries.sort(key=itemgetter(0))
-    return [value for _, value in entries]
+    shards = all_gather_objects(part, mesh.ep_cpu)
+    return list(chain.from_iterable(all_gather_objects(shards, mesh.pp_cpu)))
 
 
 def merge_orders(stages: Sequence[Sequence[str]], descends: bool = False) -> list[str]:

@@ -46,7 +46,7 @@ def check_same_module(module: LightningModule, mesh: ParallelMesh, *, is_new: bo
         is_new: Whether no run of this strategy has used the module. Steps may have changed settings
             on some ranks only.
 
-    Communication: two gathers of digests over the world on the CPU.
+    Communication: two all-reduces of digests over the world on the CPU.
     """
     world = mesh.world_cpu
     parts = dict(module.named_modules())
@@ -57,7 +57,7 @@ def check_same_module(module: LightningModule, mesh: ParallelMesh, *, is_new: bo
         fields.update(_layer_settings(parts))
     # A model that was built for the mesh has other layers in each stage.
     stage = mesh.pp.rank if _is_cut(module) else 0
-    check_same_everywhere(world, fields, _REMEDY, part=stage)
+    check_same_everywhere(world, fields, _REMEDY, part=stage, num_parts=mesh.pp.size)
 
 
 def _is_cut(module: nn.Module) -> bool:

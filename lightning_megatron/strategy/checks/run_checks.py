@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.collectives import is_true_anywhere
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.causal_lm import CausalLM
@@ -91,12 +91,12 @@ def _remedy_of_none(module: LightningModule, mesh: ParallelMesh) -> str:
 def check_is_sharded(module: LightningModule, mesh: ParallelMesh) -> None:
     """Refuse tp above 1 if no rank has a part of any weight.
 
-    Communication: one gather of a flag over the world, on the CPU.
+    Communication: one all-reduce of a flag over the world, on the CPU.
     """
     tp = mesh.tp.size
     specs = map(shard_spec_of, module.parameters())
     has_parts = not all(spec.is_whole or spec.over_ep for spec in specs)
-    if tp == 1 or any(all_gather_objects(has_parts, mesh.world_cpu)):
+    if tp == 1 or is_true_anywhere(has_parts, mesh.world_cpu):
         return
     plan = suggest_tensor_plan(module, tp)
     remedy = "Its linear layers can be cut: use the tensor_parallel_plan {}, or tp=1 with more data"

@@ -7,6 +7,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
 import torch
@@ -18,7 +19,7 @@ from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.experts.compute.choose_backend import choose_backend
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.experts.layer import MixtureOfExperts
-from lightning_megatron.groups.collectives import all_gather_objects, all_reduce_
+from lightning_megatron.groups.collectives import all_gather_objects, all_reduce_, merge_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import num_elements, shard_spec_of
 from lightning_megatron.half_types import HALF_TYPES
@@ -314,13 +315,16 @@ def count_elements(
         for name in counts:
             if not name or key.startswith(f"{name}."):
                 counts[name] = (counts[name][0] + number, counts[name][1] + trained)
-    ranks = all_gather_objects(counts, mesh.world_cpu)
-    result = {}
-    for name in counts:
-        parts = [rank[name] for rank in ranks if name in rank]
-        total = sum(number for number, _ in parts)
-        result[name] = (total, sum(trained for _, trained in parts))
-    return result
+    sums = merge_objects(counts, mesh.world_cpu, _added)
+    return {name: sums[name] for name in counts}
+
+
+def _added(ranks: Sequence[dict[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
+    sums: dict[str, tuple[int, int]] = {}
+    for name, (number, trained) in chain.from_iterable(counts.items() for counts in ranks):
+        before = sums.get(name, (0, 0))
+        sums[name] = (before[0] + number, before[1] + trained)
+    return sums
 
 
 def _counted_elements(

@@ -19,7 +19,7 @@ from lightning_megatron.experts.routing.statistics import (
     step_statistics,
 )
 from lightning_megatron.experts.transport.row_limit import LayerRows, RowLimit
-from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.collectives import all_gather_objects, is_true_anywhere
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.config_checks import check_expert_axes
@@ -254,13 +254,13 @@ def check_experts(
 ) -> None:
     """Refuse expert options if no model has experts.
 
-    Communication: with ep above 1 and no model of this package with experts, one gather of a flag
-    over the world, on the CPU.
+    Communication: with ep above 1 and no model of this package with experts, one all-reduce of a
+    flag over the world, on the CPU.
     """
     if any(model.config.experts is not None for model in models):
         return
     has_experts = any(shard_spec_of(parameter).is_expert for parameter in module.parameters())
-    if mesh.ep.size == 1 or not any(all_gather_objects(has_experts, mesh.world_cpu)):
+    if mesh.ep.size == 1 or not is_true_anywhere(has_experts, mesh.world_cpu):
         check_expert_axes(mesh.layout, None)
     named = {"experts", "expert_inputs"}.intersection(Recomputation.of(recompute).parts)
     if named:

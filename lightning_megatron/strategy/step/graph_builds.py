@@ -10,7 +10,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_megatron.errors import SpeedWarning
-from lightning_megatron.graphs.agreement import is_true_anywhere
 from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.cuda import CudaBackend
 from lightning_megatron.graphs.items import CaptureTools
@@ -19,6 +18,7 @@ from lightning_megatron.graphs.runner import GraphRunner
 from lightning_megatron.graphs.step_graph import StepGraphs
 from lightning_megatron.graphs.update_graph import UpdateGraph
 from lightning_megatron.graphs.user_hooks import find_refusal
+from lightning_megatron.groups.collectives import is_true_anywhere
 from lightning_megatron.groups.journal import DeviceCounter
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.layered import LayeredModule, layered_modules

@@ -15,13 +15,12 @@ from lightning_megatron.graphs.addresses import Addresses
 from lightning_megatron.graphs.agreement import (
     KeyAgreement,
     failure_of_any,
-    is_true_anywhere,
 )
 from lightning_megatron.graphs.graph_keys import TRAINING
 from lightning_megatron.graphs.report import StepCaptures
 from lightning_megatron.graphs.runner import GraphRunner
 from lightning_megatron.graphs.update_graph import UpdateGraph
-from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.collectives import all_gather_objects, is_true_anywhere
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.step_run import ActionObserver
 from lightning_megatron.plan.cuda_graphs import CudaGraphs

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_megatron.errors import ParallelPlanError, SpeedWarning
 from lightning_megatron.graphs.backend import CAPTURE_ERRORS
-from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.collectives import all_gather_objects, gather_some, is_true_anywhere
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.linear.feature_shard import ShardUse
 from lightning_megatron.models.stage import named_layers
@@ -124,7 +124,7 @@ class FeatureTrials:
         full = full_layers(self._module)
         layers = [*cut_layers(self._module), *full]
         # Stages have different layers, but the trial is collective: all stages run it, or none.
-        if not any(all_gather_objects(bool(layers), self._mesh.world_cpu)):
+        if not is_true_anywhere(bool(layers), self._mesh.world_cpu):
             return
         uses = {layer.name: layer.module.use for layer in full if _is_seen_in_full(layer.module)}
         has_compiled = any(is_compiled(part) for _, part in named_layers(self._module))
@@ -184,7 +184,7 @@ class _FeatureTrial(TrialStep):
         whole = self._run(part, is_whole=True)
         self._separate_draws(cut, whole)
         tolerance = self.tolerance()
-        errors = [error for error in all_gather_objects(whole.error, self.mesh.world_cpu) if error]
+        errors = [*gather_some(whole.error or None, self.mesh.world_cpu).values()]
         if errors:
             self._warn(
                 "code between cut layers works only on this rank's part of the features "

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.collectives import all_gather_objects, gather_some, is_true_anywhere
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.layered import layered_modules
 from lightning_megatron.pipeline.microbatch import (
@@ -121,7 +121,7 @@ class MicrobatchTrials:
         joined = join_parts(batch, parts, groups)
         # Layers differ between stages, and batches between data ranks, but a trial is collective:
         # either all ranks run it or none.
-        if not all(all_gather_objects(bool(groups) and not self._drops, self._mesh.world_cpu)):
+        if is_true_anywhere(not groups or self._drops, self._mesh.world_cpu):
             if is_whole_trial:
                 self._finished.add(key)
             return
@@ -284,12 +284,12 @@ class _MicrobatchTrial(TrialStep):
                 f"once for each microbatch: {', '.join(counted[:5])} changes at every call. Use "
                 "self.global_step, or a hook such as on_train_batch_end."
             )
-        ranks = all_gather_objects(" ".join(texts), self.mesh.world_cpu)
-        first = next((text for text in ranks if text), None)
-        if first is not None:
-            raise UnsupportedError(f"{first} {_REMEDY}")
-        if self.any_rank(bool(differences)):
-            self._warn_of_logged(differences, size)
+        refusals = gather_some(" ".join(texts) or None, self.mesh.world_cpu)
+        if refusals:
+            raise UnsupportedError(f"{next(iter(refusals.values()))} {_REMEDY}")
+        found = gather_some(dict(differences) or None, self.mesh.world_cpu)
+        if found and self.mesh.rank == 0:
+            self._warn_of_logged(next(iter(found.values())), size)
         kept = sorted(changed)
         if kept and self.mesh.dp.rank == 0 and self.mesh.tp.rank == 0 and self.mesh.has_loss:
             log.warning(
@@ -309,19 +309,16 @@ class _MicrobatchTrial(TrialStep):
         self, differences: Mapping[str, tuple[float, float, int]], size: int
     ) -> None:
         """Warn of logged values that are not means over samples."""
-        ranks = all_gather_objects(dict(differences), self.mesh.world_cpu)
-        first = next(found for found in ranks if found)
-        if self.mesh.rank == 0:
-            log.warning(
-                "%s logs values that depend on how a batch is cut. It is called on %s samples at a "
-                "time, and the logged values are averaged, or summed with reduce_fx='sum': %s. Use "
-                "self.log(..., reduce_fx='sum') for a count or a sum. For a function of a mean, "
-                "such as a perplexity, log the mean, and a metric by epoch. For a mean over "
-                "tokens, return num_tokens. microbatch_size='batch' keeps the batch whole.",
-                self.name,
-                size,
-                _listed(first),
-            )
+        log.warning(
+            "%s logs values that depend on how a batch is cut. It is called on %s samples at a "
+            "time, and the logged values are averaged, or summed with reduce_fx='sum': %s. Use "
+            "self.log(..., reduce_fx='sum') for a count or a sum. For a function of a mean, "
+            "such as a perplexity, log the mean, and a metric by epoch. For a mean over "
+            "tokens, return num_tokens. microbatch_size='batch' keeps the batch whole.",
+            self.name,
+            size,
+            _listed(differences),
+        )
 
     def _warn_of_ignored_labels(self, parts: Sequence[Microbatch]) -> None:
         """Warn of token means over unequal microbatches, which rounding hides in half precision."""

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.collectives import all_reduce_, is_true_anywhere
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.stage import named_layers
 from lightning_megatron.pipeline.microbatch import Microbatch, copy_batch
@@ -126,15 +126,16 @@ class TrialStep:
         return _results(outputs, parts, recorder, self.is_training)
 
     def any_rank(self, is_true: bool) -> bool:
-        """Return whether something is true on any rank; a gather over the world on the CPU."""
-        return any(all_gather_objects(is_true, self.mesh.world_cpu))
+        """Return whether something is true on any rank; an all-reduce over the world on the CPU."""
+        return is_true_anywhere(is_true, self.mesh.world_cpu)
 
     def tolerance(self) -> float:
         """Return the relative tolerance for rounding, by the least precise dtype in use.
 
-        Communication: one gather of a number over the world, on the CPU.
+        Communication: one all-reduce of a number over the world, on the CPU.
         """
-        spacing = max(all_gather_objects(self.spacing, self.mesh.world_cpu))
+        own = torch.tensor(self.spacing, dtype=torch.float64)
+        spacing = all_reduce_(own, self.mesh.world_cpu, "max").item()
         return next(size for limit, size in _TOLERANCES if spacing <= limit)
 
     def _outputs(
