@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from benchmarks.scale import CountingStore
 from lightning_megatron.errors import RankMismatchError
 from lightning_megatron.groups import fingerprint, notices
 from lightning_megatron.groups.agent_store import agree_on_name
@@ -110,31 +111,6 @@ def test_ranks_that_do_not_join_and_layouts_of_different_ranks_are_reported() ->
     )
     assert "layout of rank 0 has ranks 0 to 3, the layout of rank 1 has ranks 0 to 1" in errors[0]
     assert "layout of rank 1 has ranks 0 to 1, the layout of rank 0 has ranks 0 to 3" in errors[1]
-
-
-class CountingStore(dist.Store):
-    """Store of one process that counts the requests to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_requests = 0
-        self._store = dist.HashStore()
-
-    def set(self, key: str, value: str) -> None:
-        self.num_requests += 1
-        self._store.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        self.num_requests += 1
-        return self._store.get(key)
-
-    def add(self, key: str, number: int) -> int:
-        self.num_requests += 1
-        return self._store.add(key, number)
-
-    def check(self, keys: list[str]) -> bool:
-        self.num_requests += 1
-        return self._store.check(keys)
 
 
 def test_each_of_16384_ranks_compares_its_configuration_with_eight_requests() -> None:

@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 
+from benchmarks.scale import layout_of, mesh_without_connections, steps_of
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups import host_values, peer_memory
 from lightning_megatron.groups.collectives import all_reduce_, broadcast_object
@@ -45,6 +46,18 @@ def test_a_single_mesh_needs_no_process_group_and_its_collectives_return_their_i
     check_same_everywhere(mesh.tp, {"anything": 1})
     start_transfers([], [], mesh.tp).wait()
     mesh.destroy()
+
+
+def test_a_rank_of_16384_creates_its_own_groups_alone_and_sums_over_lines() -> None:
+    for rank in (0, 9001):
+        mesh, created = mesh_without_connections(layout_of(16384), rank)
+        sizes = [size for backend, size in created if backend == "nccl"]
+        assert sizes[:7] == [8, 128, 16, 64, 16, 16384, 128]
+        assert len(created) < 40
+        assert [line.size for line in mesh.world_cpu.lines] == [128, 128]
+        assert all(rank in line.ranks for line in mesh.world_cpu.lines)
+        assert steps_of(mesh.world_cpu) == 508
+        assert steps_of(mesh.checkpoint_cpu) == 508
 
 
 def test_replays_keep_the_last_call_are_reported_by_kind_and_are_refused_after_the_run() -> None:

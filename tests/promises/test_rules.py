@@ -112,7 +112,7 @@ BUDGETS: dict[str, int] = {
     "forecast": 1410,
     "generation": 930,
     "graphs": 2540,
-    "groups": 2530,
+    "groups": 2550,
     "kernels": 4750,
     "layers": 7760,
     "memory": 760,
@@ -120,7 +120,7 @@ BUDGETS: dict[str, int] = {
     "optimizer": 3130,
     "pipeline": 800,
     "plan": 3700,
-    "strategy": 13530,
+    "strategy": 13560,
     "swap": 8960,
     "tasks": 4520,
 }

@@ -30,6 +30,26 @@ def test_a_status_survives_conversion_to_text_and_back():
     assert RankStatus.from_text(status.to_text()) == status
 
 
+@pytest.mark.parametrize(
+    "ranks", [(), (3,), (1, 1), (5, 2), (0, 1, 2, 3, 32, 33, 34, 35), tuple(range(7, 16384, 8))]
+)
+def test_the_ranks_of_a_call_survive_in_a_text_of_bounded_length(ranks: tuple[int, ...]):
+    status = status_at(0, Call("all_reduce", "data", 3, ranks), data=3)
+    assert RankStatus.from_text(status.to_text()) == status
+    assert len(status.to_text()) < 400
+
+
+def test_a_report_of_16384_ranks_that_hang_names_the_missing_one_and_some_of_the_others():
+    ranks = tuple(range(16384))
+    call = Call("all_reduce", "world", 2, ranks)
+    statuses = {rank: status_at(rank, call, world=2) for rank in ranks[1:]}
+    statuses[0] = status_at(0, Call("all_reduce", "world", 1, ranks), False, world=1)
+    assert missing_ranks(statuses, [], len(ranks)) == [0]
+    report = hang_report(statuses, [0], {})
+    assert "rank 63: train" in report
+    assert report.endswith("and 16319 other ranks")
+
+
 def status_at(rank: int, call: Call | None, waits: bool = True, **counts: int) -> RankStatus:
     place = "train, global_step 5"
     lines = ("a.py:1 in f",)

@@ -81,7 +81,7 @@ def test_long_reasons_are_wrapped_below_their_column():
 
 def test_table_names_the_axes_between_hosts(monkeypatch):
     found = [(f"node{rank // 4}", "H200", 139 * GIB) for rank in range(8)]
-    monkeypatch.setattr(run_table, "all_gather_objects", lambda own, axis: found)
+    monkeypatch.setattr(run_table, "gather_objects", lambda own, axis: found)
     mesh = Mock(device=torch.device("cpu"), layout=ParallelLayout(8, tp=2, pp=2))
     mesh.world_cpu.ranks = range(8)
     devices, links = run_table._device_choices(mesh, None)

@@ -95,11 +95,7 @@ def weights_to_save(
     current = module.state_dict()
     _warn_of_extra_states(current)
     changes, complaints = _compare(state_dict, current, main, mesh, all_changed)
-    deciding = [part for part in changes if mesh.replica_axis(part.place[0]).is_first]
-    is_changed = complaints or any(part.removed or part.changed or part.added for part in changes)
-    gathered = [(changes, complaints)]
-    if is_true_anywhere(bool(is_changed), mesh.world_cpu):
-        gathered = all_gather_objects((deciding, complaints), mesh.world_cpu)
+    gathered = _of_all_ranks(changes, complaints, mesh)
     first = {(part.place, part.part): part for parts, _ in gathered for part in parts}
     _check(first.values(), [complaint for _, part in gathered for complaint in part])
     decided = [first[part.place, part.part] for part in changes]
@@ -129,6 +125,17 @@ def weights_to_save(
             )
     removed = frozenset().union(*(report.removed for report in first.values()))
     return SavedWeights(tensors, removed, tuple(sorted(added)))
+
+
+def _of_all_ranks(
+    changes: list[_WeightChanges], complaints: list[str], mesh: ParallelMesh
+) -> list[tuple[list[_WeightChanges], list[str]]]:
+    """Return the changes of the ranks that decide; those of this rank if no rank has any."""
+    is_changed = complaints or any(part.removed or part.changed or part.added for part in changes)
+    if not is_true_anywhere(bool(is_changed), mesh.world_cpu):
+        return [(changes, [])]
+    deciding = [part for part in changes if mesh.replica_axis(part.place[0]).is_first]
+    return all_gather_objects((deciding, complaints), mesh.world_cpu)
 
 
 def _warn_of_extra_states(current: Mapping[str, Any]) -> None:

@@ -19,7 +19,12 @@ from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.experts.compute.choose_backend import choose_backend
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.experts.layer import MixtureOfExperts
-from lightning_megatron.groups.collectives import all_gather_objects, all_reduce_, merge_objects
+from lightning_megatron.groups.collectives import (
+    all_gather_objects,
+    all_reduce_,
+    gather_objects,
+    merge_objects,
+)
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import num_elements, shard_spec_of
 from lightning_megatron.half_types import HALF_TYPES
@@ -181,14 +186,16 @@ def _layer_text(layers: range) -> str:
 
 
 def _device_choices(mesh: ParallelMesh, capacity: int | None) -> list[TableRow]:
-    """Return a row for each kind of device, and one for the links of the axes.
+    """Return a row for each kind of device, and one for the links of the axes, on rank 0.
 
-    Communication: one gather over all ranks, on the CPU.
+    Communication: one gather on the first of all ranks, on the CPU.
     """
     is_gpu = mesh.device.type == "cuda"
     kind = torch.cuda.get_device_name(mesh.device) if is_gpu else "CPU"
-    found = all_gather_objects((socket.gethostname(), kind, capacity), mesh.world_cpu)
-    rows = []
+    found = gather_objects((socket.gethostname(), kind, capacity), mesh.world_cpu)
+    rows: list[TableRow] = []
+    if not mesh.world_cpu.is_first:
+        return rows
     for (kind, size), number in Counter(device[1:] for device in found).items():
         hosts = {device[0] for device in found if device[1:] == (kind, size)}
         where = f"on {len(hosts)} hosts" if len(hosts) > 1 else f"on host {min(hosts)}"

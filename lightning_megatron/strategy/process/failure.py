@@ -31,9 +31,10 @@ from lightning_megatron.strategy.process.rank_status import RankStatus, start_ti
 _NORMAL_EXITS = (KeyboardInterrupt, SystemExit, SIGTERMException, TunerExitException)
 
 _POLL_SECONDS = 0.25
-#: Interval at which one rank of each machine checks the job's store for failures of other machines
-#: (seconds).
+#: Shortest interval at which one rank of each machine checks the job's store for failures of other
+#: machines (seconds), and checks of all machines together (1 / seconds).
 _POLL_NOTICES_SECONDS = 2.0
+_POLLS_PER_SECOND = 500
 _FAILED = "failed"
 #: Time that a rank may continue after another rank failed. It is long enough to raise the same
 #: error or to finish a log file (seconds).
@@ -63,6 +64,7 @@ class FailureWatch:
         self._num_local = num_local
         self._joined: JobFolder | None = None
         self._notices: Notices | None = None
+        self._notices_pause = _POLL_NOTICES_SECONDS
         self._failed: BaseException | None = None
         self._stop = threading.Event()
         self._stop.set()
@@ -78,7 +80,9 @@ class FailureWatch:
         """Return whether this rank has raised in the last run."""
         return self._failed is not None
 
-    def join_job(self, job: str, notices: Notices | None = None) -> Path | None:
+    def join_job(
+        self, job: str, notices: Notices | None = None, num_machines: int = 1
+    ) -> Path | None:
         """Start watching the ranks that share ``job``, a unique job name; only inside ``guard``.
 
         Args:
@@ -90,6 +94,7 @@ class FailureWatch:
         if self._stop.is_set():
             return None
         self._notices = notices
+        self._notices_pause = max(_POLL_NOTICES_SECONDS, num_machines / _POLLS_PER_SECOND)
         self._joined = JobFolder(job, self.rank)
         return self._folder
 
@@ -330,7 +335,7 @@ class FailureWatch:
                         f"waits for other ranks and is stopped, because {name} failed."
                     )
                 self.end(1)
-            if time.monotonic() - last_read >= _POLL_NOTICES_SECONDS:
+            if time.monotonic() - last_read >= self._notices_pause:
                 last_read = time.monotonic()
                 self._read_other_machines()
 

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 
@@ -30,6 +31,8 @@ _WAITING = (
     str(Path("lightning_megatron", "groups")) + os.sep,
 )
 _NUM_LINES = 4
+#: Number of waiting ranks that a report lists.
+_NUM_WAITING = 64
 
 
 @dataclass(frozen=True)
@@ -86,19 +89,37 @@ class RankStatus:
         return self.activity, self.waits, self.call, sum(self.counts.values()), self.device
 
     def to_text(self) -> str:
-        """Return this status as JSON."""
-        return json.dumps(asdict(self))
+        """Return this status as JSON, with the ranks of large groups as a few ranges."""
+        values = asdict(self)
+        if self.call is not None:
+            values["call"] = (*self.call[:-1], _ranges_of(self.call.ranks))
+        return json.dumps(values)
 
     @classmethod
     def from_text(cls, text: str) -> RankStatus:
         """Return the status that :meth:`to_text` has written."""
         values = json.loads(text)
         if values["call"] is not None:
-            kind, axis, number, ranks = values["call"]
+            kind, axis, number, ranges = values["call"]
+            ranks = chain.from_iterable(range(*arguments) for arguments in ranges)
             values["call"] = Call(kind, axis, number, tuple(ranks))
         if values["device"] is not None:
             values["device"] = DeviceProgress(*values["device"])
         return cls(**values | {"lines": tuple(values["lines"])})
+
+
+def _ranges_of(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return the arguments of ranges that together yield the ranks."""
+    ranges = []
+    start = 0
+    while start < len(ranks):
+        step = (ranks[start + 1] - ranks[start] if start + 1 < len(ranks) else 1) or 1
+        stop = start + 1
+        while stop < len(ranks) and ranks[stop] == ranks[stop - 1] + step:
+            stop += 1
+        ranges.append((ranks[start], ranks[stop - 1] + (1 if step > 0 else -1), step))
+        start = stop
+    return ranges
 
 
 def _interesting_lines(frames: Sequence[FrameType]) -> tuple[str, ...]:
@@ -139,10 +160,9 @@ def missing_ranks(
     silent = set(silent) | (set(range(num_ranks)) - statuses.keys())
     waiting = {rank for rank, status in statuses.items() if status.waits and rank not in silent}
     wanted: set[int] = set()
-    for rank in waiting:
-        call = statuses[rank].call
-        if call is None:
-            continue
+    # The ranks of a group wait in one call, which has the same numbers for all of them.
+    calls = (statuses[rank].call for rank in waiting)
+    for call in {(call.axis, call.number, call.ranks): call for call in calls if call}.values():
         for other in call.ranks:
             if other in silent or not _has_arrived(statuses[other], call):
                 wanted.add(other)
@@ -190,11 +210,14 @@ def hang_report(
             for index, line in enumerate(status.lines)
         ]
     lines.append("wait for them:")
-    lines += [
+    waiting = [
         f"  rank {rank}: {status.activity}; in {_name(status)}{_device_words(status)}"
         for rank, status in sorted(statuses.items())
         if rank not in missing and status.waits
     ]
+    lines += waiting[:_NUM_WAITING]
+    if len(waiting) > _NUM_WAITING:
+        lines.append(f"  and {len(waiting) - _NUM_WAITING} other ranks")
     return "\n".join(lines)
 
 

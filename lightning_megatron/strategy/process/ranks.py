@@ -293,7 +293,7 @@ class RankStrategy(ParallelStrategy, ABC):
     def _watch_ranks(self, mesh: ParallelMesh, job: str) -> None:
         """Start watching for ranks that fail or hang; only while the launcher guards the run."""
         notices = Notices(job) if self.num_nodes > 1 else None
-        folder = self._failure_watch.join_job(job, notices)
+        folder = self._failure_watch.join_job(job, notices, self.num_nodes)
         if folder is not None:
             self._hang_watch = HangWatch(
                 mesh,
