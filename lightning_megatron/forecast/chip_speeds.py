@@ -182,11 +182,11 @@ class ChipSpeeds:
     def _product(self, operator: Operator) -> float:
         batch, m, n, k = operator.sizes
         dtype = operator.dtype
-        if dtype in (torch.float32, torch.float64):
+        if self.kind == "cuda" and dtype in (torch.float32, torch.float64):
             # Products in float32 are small, such as those of routers: passes over their factors.
             return max(self.seconds_of_pass(operator.num_bytes), operator.flops / _PLAIN_SPEED)
         part = "products"
-        item = 2
+        item = 2 if self.kind == "cuda" else 4
         if dtype is not None and dtype.itemsize == 1:
             part = "8-bit products"
             item = 1

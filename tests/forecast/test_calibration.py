@@ -9,7 +9,12 @@ import torch
 
 from lightning_megatron.cli.calibration import Record
 from lightning_megatron.cli.main import main
+from lightning_megatron.forecast.cluster import Cluster
+from lightning_megatron.forecast.measured_layers import measured_models
 from lightning_megatron.forecast.measured_links import KINDS
+from lightning_megatron.forecast.step_time import estimate_time
+from lightning_megatron.plan.budget import TrainingShape
+from lightning_megatron.plan.layout import ParallelLayout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu measures GPUs")
@@ -29,6 +34,15 @@ def test_doctor_calibrates_a_machine_without_gpus(tmp_path):
     for model in content["models"].values():
         forward, backward = model["host"]
         assert forward > 0 < backward
+    # A forecast of such a machine is of the order of what its small models took.
+    cluster = Cluster(num_gpus=1, gpu="cpu", memory=8, speeds=str(file))
+    model = measured_models(on_gpu=False)["small"]
+    sizes = dict.fromkeys(("parameter_bytes", "activation_bytes"), 4)
+    training = TrainingShape(seq_length=model.tokens, main_bytes=0, **sizes)
+    step = estimate_time(model.config, ParallelLayout(world_size=1), training, cluster)
+    host = sum(content["models"]["model small"]["host"])
+    assert 0.2 * host < step.host < 5 * host
+    assert step.host <= step.seconds < 50 * host
 
 
 def test_a_part_that_fails_is_named_and_left_out(tmp_path, capsys):
