@@ -136,7 +136,7 @@ class _Passes:
             model = GPT(measured.config, mesh, seed=0)
         if measured.fp8 is not None:
             set_fp8(model, measured.fp8, False, device)
-        main = put_into_buffers(model, training)
+        main = put_into_buffers(model, model.mesh, training)
         reducer = GradientReducer(main)
         reducer.watch(main.buffers)
         vocabulary = measured.config.vocab_size

@@ -108,14 +108,14 @@ def _traced(
 ) -> StageTrace:
     lone = LoneStage.build(config, layout, training, stage, kind, RecordingDevice)
     device = lone.device
-    recorder = lone.model.mesh.launcher.recorder
+    recorder = lone.mesh.launcher.recorder
     assert isinstance(device, RecordingDevice), "the stage was built on such a device"
     assert isinstance(recorder, LeftOut), "a lone mesh leaves out its collectives"
     recorder.listener = device.collected
-    trace = PassTrace(lone, 0)
     shares = training.shares_casts
     # The first pass of all makes tables that stay.
     with lone.batch(shares):
+        trace = PassTrace(lone, 0)
         trace.operators()
     lone.reducer.clear(set(lone.main.names))
     with lone.batch(shares):
@@ -126,7 +126,7 @@ def _traced(
         kind_of = "experts" if buffer.sharding.is_expert else "dense"
         counts[kind_of] += sum(parameter.numel() for parameter in buffer.members.values())
         counts[f"{kind_of} bytes"] += buffer.parameters.nbytes
-    shape, dtype = lone.model.boundary(lone.tokens)
+    shape, dtype = lone.models[0].boundary(lone.microbatch.data)
     boundary = shape.numel() * dtype.itemsize
     return StageTrace(first, later, counts, boundary)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_megatron.memory.lone_stage import LoneStage
-from lightning_megatron.models.stage import StageCursor, StageDone
+from lightning_megatron.models.stage import StageCursor
+from lightning_megatron.pipeline.executor import PipelineExecutor
+from lightning_megatron.pipeline.step_plans import TensorSpec, Trial
 from lightning_megatron.plan.actions import Action
 
 
@@ -83,15 +85,28 @@ class ChunkTrace:
     """Forward and backward passes of one chunk of a lone stage."""
 
     def __init__(self, stage: LoneStage, chunk: int) -> None:
+        self._stage = stage
         self._device = stage.device
-        self._model = stage.model
         self._queue = stage.reducer.weight_gradients
-        self._tokens = stage.tokens
-        self._chunk = chunk
-        self._is_first = self._model.is_first_stage(chunk)
-        self._is_last = self._model.is_last_stage(chunk)
-        rank = self._model.mesh.pp.rank
+        #: What the last forward pass has sent, and a backward pass gets the gradients of.
+        self._sent: list[TensorSpec] = []
+        self._cursor: Callable[[list[Tensor]], StageCursor | None] = lambda _: None
+        self._received: Sequence[TensorSpec] = ()
+        self._executor = PipelineExecutor(stage.mesh, stage.pipelined)
+        self._is_last = True
+        #: Size of what the chunk receives or sends for a microbatch, which is larger (bytes).
+        self.crossing = 0
+        rank = stage.mesh.pp.rank
         self._is_halved = any(action.kind == "W" for action in stage.schedule.actions(rank))
+        model = stage.pipelined
+        if model is not None and stage.mesh.pp.size > 1:
+            plans = self._executor.plans
+            plan = plans.of(Trial(), model, stage.step, stage.microbatch)
+            self._cursor = lambda received: StageCursor(chunk, received, plan=plan)
+            self._is_last = model.is_last_stage(chunk)
+            if not model.is_first_stage(chunk):
+                self._received = plans.tensor_specs(stage.step, stage.microbatch, plan, chunk)
+                self.crossing = sum(shape.numel() * of.itemsize for shape, of in self._received)
 
     def run(self) -> ChunkCosts:
         """Run a microbatch through the chunk, and return its costs."""
@@ -114,30 +129,24 @@ class ChunkTrace:
 
     def _forward(self) -> tuple[list[Tensor], list[Any]]:
         """Run the forward pass; return its received tensors, and where backward passes start."""
-        model = self._model
-        tokens = self._tokens
-        if self._is_first and self._is_last:
-            return [], [model(tokens, labels=tokens, sums=True) / tokens.numel()]
-        received = []
-        if not self._is_first:
-            shape, dtype = model.boundary(tokens)
-            received = [torch.empty(shape, dtype=dtype, requires_grad=True)]
-        model.cursor = StageCursor(self._chunk, received)
-        try:
-            loss = model(tokens, labels=tokens, sums=True) / tokens.numel()
+        received = [torch.empty(shape, dtype=dtype) for shape, dtype in self._received]
+        for tensor in received:
+            tensor.requires_grad_(tensor.is_floating_point())
+        cursor = self._cursor(received)
+        loss, _ = self._executor.call(self._stage.step, self._stage.microbatch, cursor)
+        if self._is_last:
             return received, [loss]
-        except StageDone:
-            # The output is freed as soon as it has been sent.
-            return received, [get_gradient_edge(output) for output in model.cursor.sent]
-        finally:
-            model.cursor = None
+        assert cursor is not None, "a step of several stages has a cursor"
+        self.crossing = max(self.crossing, sum(one.nbytes for one in cursor.sent))
+        sent = [one for one in cursor.sent if one.is_floating_point() and one.requires_grad]
+        self._sent = [(one.shape, one.dtype) for one in sent]
+        # The outputs are freed as soon as they have been sent.
+        return received, [*map(get_gradient_edge, sent)]
 
     def _backward(self, inputs: list[Tensor], outputs: list[Any]) -> None:
         """Run the backward pass, and free what both passes used."""
-        gradients: list[Tensor | None] = [None]
-        if not self._is_last:
-            shape, dtype = self._model.boundary(self._tokens)
-            gradients = [torch.empty(shape, dtype=dtype)]
-        torch.autograd.backward(outputs, gradients)
+        gradients = [torch.empty(shape, dtype=dtype) for shape, dtype in self._sent]
+        if outputs:
+            torch.autograd.backward(outputs, gradients or [None])
         outputs.clear()
         inputs.clear()

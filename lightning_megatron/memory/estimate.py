@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
+from traceback import walk_tb
+from typing import Any
+
+from torch import nn
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.memory.chunk_costs import ChunkTrace, StepPoint, moments
 from lightning_megatron.memory.graph_pools import segment_bytes
-from lightning_megatron.memory.lone_stage import LoneStage
+from lightning_megatron.memory.lone_stage import LoneStage, ModulePlans
 from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.pipeline.microbatch import count_tokens
 from lightning_megatron.plan.budget import StageMemory, TrainingShape, check_shape
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.recomputation import Recomputation
+from lightning_megatron.user_code import Line, runs_package, runs_torch
 
 #: Number of estimates that are remembered.
 _REMEMBERED = 1024
@@ -57,14 +65,68 @@ def estimate_stage(
     check_shape(layout, training)
     # A mapping or a list cannot be remembered.
     training = replace(training, recompute=Recomputation.of(training.recompute))
-    try:
+    with _naming_the_line("this model"):
         return _traced(config, layout, training, stage, kind)
+
+
+def estimate_module(
+    module: nn.Module,
+    batch: Any,
+    layout: ParallelLayout,
+    training: TrainingShape,
+    kind: str = "cuda",
+    plans: ModulePlans | None = None,
+) -> tuple[StageMemory, ...]:
+    """Estimate the peak memory of every stage of any module, as :func:`estimate_memory` does.
+
+    A copy of the module without elements is sharded as ``fit`` shards it, and runs its own
+    ``training_step`` with the backward pass of a microbatch. A module without one is called with
+    the batch, and the loss is that of its output, or else the sum of what it returns.
+
+    Args:
+        module: Module as it is before a fit, such as a LightningModule; it does not change.
+        batch: Batch of a data-parallel rank, of which a microbatch is the first part. Its values
+            are not read.
+        layout: Sizes of the axes.
+        training: Settings of the step; ``seq_length`` has no use, the batch has the tokens.
+        kind: Kind of the device, "cuda" or "cpu".
+        plans: How ``fit`` shards the module; None means without plans among its options.
+
+    Returns:
+        One estimate for each stage, for its first rank.
+
+    Raises:
+        ParallelPlanError: For sizes that do not fit together.
+        UnsupportedError: If the module cannot be copied, or its code needs values of tensors, with
+            the line.
+    """
+    training = replace(training, seq_length=layout.cp * layout.tp)
+    check_shape(layout, training)
+    name = type(module).__name__
+    stages = []
+    for stage in range(layout.pp):
+        with _naming_the_line(name):
+            lone = LoneStage.of_module(
+                module, batch, layout, training, stage, kind, plans or ModulePlans()
+            )
+            stages.append(_memory_of(lone, training, stage))
+    return tuple(stages)
+
+
+@contextmanager
+def _naming_the_line(name: str) -> Iterator[None]:
+    """Raise an error that names the line of the user's code at which a trace has failed."""
+    try:
+        yield
     except (ParallelPlanError, UnsupportedError):
         raise
     except Exception as error:
+        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        own = [frame for frame in frames if not (runs_torch(frame) or runs_package(frame))]
+        where = f" at {Line.of(own[-1])}" if own else ""
         raise UnsupportedError(
-            "the memory of this model cannot be estimated, because its code does not run on "
-            f"tensors without elements: {type(error).__name__}: {error}. Measure it with "
+            f"the memory of {name} cannot be estimated, because its code does not run on tensors "
+            f"without elements{where}: {type(error).__name__}: {error}. Measure it with "
             "MemoryReport in a short run."
         ) from error
 
@@ -73,11 +135,14 @@ def estimate_stage(
 def _traced(
     config: GPTConfig, layout: ParallelLayout, training: TrainingShape, stage: int, kind: str
 ) -> StageMemory:
-    lone = LoneStage.build(config, layout, training, stage, kind)
+    return _memory_of(LoneStage.build(config, layout, training, stage, kind), training, stage)
+
+
+def _memory_of(lone: LoneStage, training: TrainingShape, stage: int) -> StageMemory:
     device = lone.device
     actions = lone.schedule.actions(stage)
     with lone.batch(training.shares_casts):
-        traces = [ChunkTrace(lone, chunk) for chunk in range(layout.vpp)]
+        traces = [ChunkTrace(lone, chunk) for chunk in range(lone.mesh.layout.vpp)]
         for trace in traces:
             trace.run()
         permanent = device.now
@@ -93,23 +158,22 @@ def _traced(
     worst = max(points, key=lambda point: point.kept + point.workspace)
     most_in_flight = max(point.in_flight for point in points)
     host_of_chunk = max(chunk.host for chunk in chunks)
-    num_parameters = sum(parameter.numel() for parameter in lone.model.parameters())
-    static = lone.main.memory()
+    main = lone.main
+    static = main.memory()
     if training.gradient_bytes == 0:
         static["gradients"] = 0
-    shape, dtype = lone.model.boundary(lone.tokens)
-    # A stage receives one tensor while it sends another.
-    transfers = 2 * shape.numel() * dtype.itemsize if layout.pp > 1 else 0
+    # A stage receives tensors while it sends others.
+    transfers = 2 * max(trace.crossing for trace in traces)
     if training.cuda_graphs is not None and training.cuda_graphs.mode == "full":
         # The one pool holds what an eager step needs, and all microbatches are copied.
         pools = max(point.kept + point.workspace for point in points[:-1]) + transfers
-        num_tokens = training.num_microbatches * lone.tokens.numel()
+        num_tokens = training.num_microbatches * count_tokens(lone.microbatch.data)
         pools += num_tokens * training.input_bytes
     return StageMemory(
         stage=stage,
         moment=worst.name,
         in_flight=worst.in_flight,
-        num_parameters=num_parameters,
+        num_parameters=sum(main.parameter(name).numel() for name in main.names),
         **static,
         optimizer=owned * training.state_bytes,
         activations=worst.kept,

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.effects import EffectObservers
 from lightning_megatron.graphs.graph_keys import TRAINING
@@ -18,7 +19,6 @@ from lightning_megatron.graphs.runner import GraphRunner
 from lightning_megatron.memory.live_memory import LiveMemory
 from lightning_megatron.memory.lone_stage import LoneStage
 from lightning_megatron.pipeline.executor import PipelineExecutor
-from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.pipeline.step_run import BackwardPasses
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 
@@ -133,7 +133,12 @@ def segment_bytes(stage: LoneStage, graphs: CudaGraphs) -> int:
     """
     backend = MeasuringBackend(outside=stage.device)
     reducer = stage.reducer
-    model = stage.model
+    if len(stage.models) != 1:
+        raise UnsupportedError(
+            "the memory of graphs of segments is estimated for one model of this package: this "
+            f"module has {len(stage.models)}. Measure it with MemoryReport in a short run."
+        )
+    model = stage.models[0]
     tools = CaptureTools(
         backend,
         EffectObservers(model.mesh.random, model.mesh.journal, reducer, stage.main.gather),
@@ -151,20 +156,13 @@ def segment_bytes(stage: LoneStage, graphs: CudaGraphs) -> int:
 
 
 def _capture(stage: LoneStage, runner: GraphRunner, backend: MeasuringBackend) -> int:
-    microbatches = [
-        Microbatch(stage.tokens, len(stage.tokens)) for _ in range(stage.schedule.num_microbatches)
-    ]
-    executor = _LoneExecutor(
-        stage.model.mesh, stage.model, lambda *_: stage.schedule, actions=runner
-    )
+    microbatches = [stage.microbatch] * stage.schedule.num_microbatches
+    executor = _LoneExecutor(stage.mesh, stage.pipelined, lambda *_: stage.schedule, actions=runner)
     passes = BackwardPasses(lambda loss, _: loss, weight_gradients=stage.reducer.weight_gradients)
-
-    def loss_of(tokens: Tensor) -> Tensor:
-        return stage.model(tokens, labels=tokens, sums=True) / tokens.numel()
 
     def step() -> None:
         runner.permit(TRAINING, True)
-        executor.run(loss_of, microbatches, passes)
+        executor.run(stage.step, microbatches, passes)
         runner.end_step()
 
     step()

@@ -8,8 +8,8 @@ Triton are not launched, and neither the GPU nor Triton need exist.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from importlib import import_module
@@ -33,12 +33,19 @@ from lightning_megatron.layers.attention import flex
 from lightning_megatron.layers.fused import choose_kernels
 from lightning_megatron.memory.live_memory import LiveMemory
 from lightning_megatron.plan.grouped_gemm import workspace_bytes
+from lightning_megatron.swap.weights import load
 
 #: Streaming multiprocessors of an H100 or H200.
 _NUM_SMS = 132
 #: Index of the pretended GPU, so that no choice for a real one is remembered.
 _INDEX = 127
 _META = torch.device("meta")
+#: Operators whose results, where the host reads one as a condition, tell of a fault: that any value
+#: is wrong, or that one is not itself (NaN). What other operators tell of is taken as true.
+_OF_FAULTS = torch.ops.aten.any, torch.ops.aten.ne, torch.ops.aten.isinf, torch.ops.aten.isnan
+#: Operators whose result is a condition.
+_COMPARISONS = torch.ops.aten.equal, torch.ops.aten.allclose
+_UNLIKELY = "is_unlikely"
 _KERNELS = "lightning_megatron.kernels.triton"
 _TRITON = (
     "triton",
@@ -103,9 +110,26 @@ class PretendedDevice(LiveMemory):
         # The shapes of some operators are computed in Python, which must see the real device.
         self._depth += 1
         try:
-            return function(*args, **kwargs)
+            read = _read(function, *args)
+            if read is not None:
+                return read
+            result = function(*args, **kwargs)
         finally:
             self._depth -= 1
+        if function.overloadpacket in _OF_FAULTS:
+            setattr(result, _UNLIKELY, True)
+        return result
+
+    @contextmanager
+    def with_values(self) -> Iterator[None]:
+        """Let tensors without elements deny that they have none, while a module is sharded."""
+        is_meta: Any = vars(torch._C.TensorBase)["is_meta"].__get__
+        claim = property(lambda tensor: is_meta(tensor) and not self._is_here)
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(Tensor, "is_meta", claim, create=True))
+            # Other threads copy values, for which the tensors have no elements.
+            self._put(stack, load, "copy_all", partial(_answer, None))
+            yield
 
     def launched(self, name: str, tensors: Iterable[Any]) -> None:
         """Note that a kernel, which is no operator of torch, would be launched here."""
@@ -136,7 +160,9 @@ class PretendedDevice(LiveMemory):
         device_of = torch._C.TensorBase.device.__get__
 
         def device(tensor: Tensor) -> torch.device:
-            real: torch.device = device_of(tensor)
+            # Subclasses, such as placeholders of other stages, would look for the name of a getter.
+            with torch._C.DisableTorchFunctionSubclass():
+                real: torch.device = device_of(tensor)
             return self.device if real == _META and self._is_here else real
 
         def is_cuda(tensor: Tensor) -> bool:
@@ -209,10 +235,25 @@ class PretendedDevice(LiveMemory):
         choice = choose_kernels.KernelChoice(_kernels_without_launches(), "the device is pretended")
         self._put(stack, choose_kernels, "_choose", partial(_answer, choice))
         self._put(stack, choose_backend, "_reason_against_bundled", partial(_answer, None))
+        self._put(stack, F, "dropout", _dropped)
         self._put(stack, flex, "_called", _attended_by_flex)
         self._put(stack, backends, "launch", partial(_launch, self))
         self._put(stack, backends, "launch_swiglu", partial(_launch_swiglu, self))
         self._put(stack, _Kernel, "__getitem__", self._launching)
+
+
+def _read(function: Any, tensor: Any = None, *_: Any) -> bool | float | None:
+    """Return what the host reads of a tensor without elements; None for other operators.
+
+    Numbers such as a loss are read for logs. Whole numbers may be sizes of a step, and are refused.
+    """
+    if function.overloadpacket in _COMPARISONS and tensor.is_meta:
+        return True
+    if function is torch.ops.aten._local_scalar_dense.default and tensor.is_meta:
+        if tensor.dtype == torch.bool:
+            return not hasattr(tensor, _UNLIKELY)
+        return 1.0 if tensor.is_floating_point() else None
+    return None
 
 
 def _answer(answer: Any, *_: Any, **__: Any) -> Any:
@@ -280,11 +321,15 @@ def _attended(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
-    **_: Any,
+    **groups: Any,
 ) -> Tensor:
     """Attention of torch on a kind of device, by the kernel that it chooses there."""
     kernels: Any = torch.ops.aten
-    if kind == "cpu":
+    if kind == "cpu" and dropout_p:
+        kernel = kernels._scaled_dot_product_attention_math
+        groups["scale"] = scale
+        results = kernel(query, key, value, attn_mask, dropout_p, is_causal, **groups)
+    elif kind == "cpu":
         kernel = kernels._scaled_dot_product_flash_attention_for_cpu
         results = kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
     else:
@@ -294,6 +339,14 @@ def _attended(
         results = kernel(query, key, value, attn_mask, True, **options)
     result: Tensor = results[0]
     return result
+
+
+def _dropped(
+    values: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """Dropout of torch on a GPU, which keeps a byte for each element."""
+    result: Tensor = torch.ops.aten.native_dropout(values, p, training)[0]
+    return result if training and p else values
 
 
 def _attended_by_flex(

@@ -17,6 +17,7 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.fp8_layers import set_fp8
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.optimizer.reduction import GradientReducer
+from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.plan.budget import TrainingShape
 from lightning_megatron.plan.custom_schedule import build_order
 from lightning_megatron.plan.fp8 import FP8
@@ -104,7 +105,7 @@ def held_costs(model: GPT, training: TrainingShape) -> dict[str, int]:
     """Return what the passes of a model on the CPU hold."""
     layout = model.mesh.layout
     memory = LiveMemory() if layout.world_size == 1 else PatientMemory()
-    main = put_into_buffers(model, training)
+    main = put_into_buffers(model, model.mesh, training)
     reducer = GradientReducer(main)
     reducer.watch(main.buffers)
     tokens = draw_tokens(model.config, training.microbatch_size)
@@ -114,7 +115,14 @@ def held_costs(model: GPT, training: TrainingShape) -> dict[str, int]:
     for buffer in main.buffers:
         memory.leave_out([buffer.parameters, buffer.gradients])
     memory.leave_out([tokens, *model.buffers()])
-    stage = LoneStage(memory, model, None, main, reducer, tokens, schedule)  # type: ignore[arg-type]
+
+    def step(tokens: Tensor) -> Tensor:
+        return model(tokens, labels=tokens, sums=True) / tokens.numel()
+
+    microbatch = Microbatch(tokens, len(tokens))
+    stage = LoneStage(
+        memory, model.mesh, [model], model, None, main, reducer, step, microbatch, schedule
+    )  # type: ignore[arg-type]
     with memory:
         trace = ChunkTrace(stage, 0)
         trace.run()

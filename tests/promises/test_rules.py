@@ -115,7 +115,7 @@ BUDGETS: dict[str, int] = {
     "groups": 2550,
     "kernels": 4750,
     "layers": 7760,
-    "memory": 760,
+    "memory": 1040,
     "models": 4400,
     "optimizer": 3130,
     "pipeline": 800,

@@ -26,6 +26,7 @@ from tests.memory.measured import (
     shape_of,
     traced_costs,
 )
+from tests.memory.own_modules import held_of, traced_of
 from tests.memory.test_estimate import EIGHT_BITS
 from tests.world import run_world
 
@@ -49,6 +50,9 @@ EXPERTS: dict[str, tuple[dict[str, int], bool, Any, float | None, Any, int]] = {
 }  # fmt: skip
 CONFIG = mixture({"layers": 1, "shared_ffn_hidden_size": 64, "ffn_hidden_size": 64}, num_kv_heads=2)
 Costs = dict[str, int]
+#: Modules of users over tensor ranks, and over stages.
+OWN_CUT = ("nano", "torch", "llama", "adapters")
+OWN_STAGED = ("recomputed", "torch", "own llama", "bert")
 
 
 def dense_costs(size: int) -> dict[str, tuple[Costs, Costs]]:
@@ -93,8 +97,18 @@ def expert_costs(size: int) -> dict[str, tuple[Costs, Costs]]:
     return found
 
 
+def own_costs(size: int) -> dict[str, tuple[Costs, Costs]]:
+    found = {}
+    for sizes, names in (({"tp": size}, OWN_CUT), ({"pp": size}, OWN_STAGED)):
+        for name in names:
+            mesh = ParallelMesh.create(ParallelLayout(size, **sizes), seed=0)
+            found[f"{name} {sizes}"] = held_of(name, mesh), traced_of(name, mesh)
+            mesh.destroy()
+    return found
+
+
 def measure(rank: int, size: int) -> dict[str, tuple[Costs, Costs]]:
-    return dense_costs(size) | expert_costs(size)
+    return dense_costs(size) | expert_costs(size) | own_costs(size)
 
 
 def test_ranks_that_share_tensors_or_experts_hold_what_a_lone_rank_needs() -> None:
