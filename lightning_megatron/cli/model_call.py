@@ -114,8 +114,9 @@ class ModelCall(LightningModule):
             checkpoint: Checkpoint with the weights; None if the source reads them itself.
         """
         with warnings.catch_warnings():
-            # Callbacks of the training have nothing to do here.
-            warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`", UserWarning)
+            # Callbacks of the training, and workers that load rows, have nothing to do here.
+            for noise in ("Be aware that when using `ckpt_path`", ".*does not have many workers"):
+                warnings.filterwarnings("ignore", noise, UserWarning)
             # The Trainer calls no hook for a dataset of length 0, so the dataset has no length.
             trainer.test(self, DataLoader(_NoRows()), ckpt_path=checkpoint, verbose=False)
         return self.result
