@@ -120,7 +120,7 @@ BUDGETS: dict[str, int] = {
     "optimizer": 3130,
     "pipeline": 800,
     "plan": 3700,
-    "strategy": 13560,
+    "strategy": 13600,
     "swap": 8960,
     "tasks": 4520,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,20 @@ from lightning_megatron.strategy.callbacks import run_report
 from lightning_megatron.strategy.callbacks.run_report import read_curve
 from tests.cli_modules import Line, Points
 
+#: Time between two fits (seconds).
+PAUSE = 0.3
 
-def fit(folder: Path, callbacks: list[Callback], **options: Any) -> Trainer:
+
+def fit(
+    folder: Path, callbacks: list[Callback], ckpt_path: Path | None = None, **options: Any
+) -> Trainer:
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     limits = {"max_steps": 6, "log_every_n_steps": 1, "val_check_interval": 3}
     trainer = Trainer(
         accelerator="cpu", devices=1, default_root_dir=folder, num_sanity_val_steps=0,
         callbacks=callbacks, **{**quiet, **limits, **options},
     )  # fmt: skip
-    trainer.fit(Line(), Points(context=8))
+    trainer.fit(Line(), Points(context=8), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -35,7 +41,7 @@ def test_a_report_has_losses_speed_lost_time_checkpoints_and_settings(tmp_path):
     fit(tmp_path, callbacks, logger=logger, strategy=MegatronStrategy())
     folder = Path(logger.log_dir)
     report = json.loads((folder / "report.json").read_text())
-    assert report["steps"] == {"first": 0, "last": 6, "epochs": 1}
+    assert report["steps"] == {"first": 0, "last": 6, "epochs": 1, "restarts": 0}
     losses = read_curve(folder / "metrics.csv", "train_loss")
     assert report["losses"]["train_loss"] == {
         "first": losses[0][1],
@@ -53,6 +59,31 @@ def test_a_report_has_losses_speed_lost_time_checkpoints_and_settings(tmp_path):
     page = (folder / "report.md").read_text()
     for words in ("| train/learning_rate | 0.1 |", "## Checkpoints", "%) |", "| world_size | 1 |"):
         assert words in page
+
+
+def test_a_continued_fit_reports_the_time_of_all_fits_and_what_restarts_lost(tmp_path):
+    def times_of(steps: int, path: Any, *callbacks: Callback) -> dict[str, Any]:
+        logger = CSVLogger(tmp_path)
+        saver = RunCheckpoint(dirpath=tmp_path)
+        callbacks = (RunReport(), TrainingMetrics(), saver, *callbacks)
+        fit(tmp_path, [*callbacks], logger=logger, max_steps=steps, ckpt_path=path)
+        return json.loads((Path(logger.log_dir) / "report.json").read_text())
+
+    last = tmp_path / "last.ckpt"
+    first = times_of(3, None)
+    time.sleep(PAUSE)
+    second = times_of(6, last)
+    assert (second["steps"]["first"], second["steps"]["restarts"]) == (3, 1)
+    assert PAUSE < second["seconds"]["restarts"] < time.time() - last.stat().st_mtime + 60
+    # The clock of the first fit goes on after the save.
+    assert second["seconds"]["training"] > 0.5 * first["seconds"]["training"]
+    third = times_of(8, last)
+    assert third["steps"]["restarts"] == 2
+    assert third["seconds"]["restarts"] > second["seconds"]["restarts"]
+    fit(tmp_path, [RunCheckpoint(dirpath=tmp_path / "bare")], max_steps=3)
+    bare = times_of(6, tmp_path / "bare" / "last.ckpt")
+    assert bare["steps"]["restarts"] == "not known"
+    assert "restarts" not in bare["seconds"]
 
 
 def test_a_full_disk_is_a_warning(tmp_path, monkeypatch):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import asdict
+import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,43 @@ from lightning_megatron.strategy.private.loops import callbacks_of
 Curve = list[tuple[int, float]]
 
 
+@dataclass(frozen=True)
+class _Earlier:
+    """Fits before this one, as a checkpoint knows them.
+
+    Args:
+        restarts: Number of continuations, or "not known" if the checkpoint has no report.
+        seconds: Time of each part.
+        saved_at: Time of the save since 1970; None once the training goes on (seconds).
+    """
+
+    restarts: int | str = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    saved_at: float | None = None
+
+    def continued(self, checkpoint: Any) -> _Earlier:
+        """Return what is known when the training goes on; ``checkpoint`` is None at its start."""
+        if self.saved_at is None:
+            return self if checkpoint is None else _Earlier("not known")
+        lost = self.seconds.get("restarts", 0.0) + time.time() - self.saved_at
+        restarts = self.restarts if isinstance(self.restarts, str) else self.restarts + 1
+        return _Earlier(restarts, {**self.seconds, "restarts": lost})
+
+
 class RunReport(Callback):
     """Write ``report.md``, ``report.json`` and a plot of the loss into the logger's folder.
 
     They are written after ``fit``: steps, first, last and best losses, what
     :class:`TrainingMetrics` measured at the last logged step, the time of the fit by training, wait
-    for data, validation and saves, the checkpoints that were written and still exist, layout and
-    settings. A report that cannot be written, such as on a full disk, is a warning: the result of
-    the training stays. Without a :class:`TrainingMetrics` among the callbacks, speed, times and
-    checkpoints are missing; without a ``CSVLogger``, the losses; without matplotlib, the plot.
+    for data, validation, saves and restarts, the checkpoints that were written and still exist,
+    layout and settings. A report that cannot be written, such as on a full disk, is a warning: the
+    result of the training stays. Without a :class:`TrainingMetrics` among the callbacks, speed,
+    times and checkpoints are missing; without a ``CSVLogger``, the losses; without matplotlib, the
+    plot.
+
+    A fit that continues from a checkpoint adds the times up to that checkpoint. What follows until
+    the training goes on is lost to the restart: steps that are trained again, the time without a
+    job, and the start, which a checkpoint does not tell apart.
 
     Args:
         train: Name under which the training loss is logged.
@@ -53,10 +82,35 @@ class RunReport(Callback):
         self.filename: str = arguments["filename"]
         self.unit: str = arguments["unit"]
         self._first_step = 0
+        self._metrics: TrainingMetrics | None = None
+        self._earlier = _Earlier()
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._metrics = None
+        self._earlier = _Earlier()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(_Earlier(self._earlier.restarts, self._seconds(), time.time()))
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._earlier = _Earlier(**state_dict)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._first_step = trainer.global_step
+        self._metrics = next(iter(callbacks_of(trainer, TrainingMetrics)), None)
+        self._earlier = self._earlier.continued(trainer.ckpt_path)
+
+    def _seconds(self) -> dict[str, float]:
+        """Return the time of each part, with that of earlier fits."""
+        seconds = {**self._earlier.seconds}
+        if self._metrics is not None:
+            for part, own in self._metrics.clock.totals.items():
+                seconds[part] = seconds.get(part, 0.0) + own
+        return seconds
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -109,18 +163,19 @@ class RunReport(Callback):
                 "first": self._first_step,
                 "last": trainer.global_step,
                 "epochs": trainer.current_epoch,
+                "restarts": self._earlier.restarts,
             }
         }
         report["losses"] = {
             name: {"first": curve[0][1], "last": curve[-1][1], "lowest": min(curve, key=_value)[1]}
             for name, curve in curves.items()
         }
-        for metrics in callbacks_of(trainer, TrainingMetrics)[:1]:
-            report["last logged step"] = metrics.values
-            report["seconds"] = metrics.clock.totals
+        if self._metrics is not None:
+            report["last logged step"] = self._metrics.values
+            report["seconds"] = self._seconds()
             # Remote storage is not asked.
             report["checkpoints"] = [
-                path for path in metrics.saved if "://" in path or Path(path).exists()
+                path for path in self._metrics.saved if "://" in path or Path(path).exists()
             ]
         if isinstance(trainer.strategy, MegatronStrategy):
             layout = asdict(trainer.strategy.layout)
