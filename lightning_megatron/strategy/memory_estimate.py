@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
@@ -31,7 +33,8 @@ from lightning_megatron.strategy.run import Run
 _WORKSPACE_HOPPER = 32 * 2**20
 #: The same before Hopper (bytes).
 _WORKSPACE_BEFORE_HOPPER = 8 * 2**20 + 128 * 2**10
-
+#: Logger of the table of a fit, for which alone a fit traces its memory.
+_SHOWN_BY = logging.getLogger(rank_zero.__name__)
 
 #: Parts of the memory that a training holds from step to step.
 STATIC_PARTS = ("parameters", "gradients", "main_parameters", "optimizer")
@@ -165,7 +168,8 @@ def estimate_before_batches(
 ) -> tuple[tuple[StageMemory, ...], str]:
     """Estimate the memory of all stages before the first batch, and say for which microbatches.
 
-    Of a GPT only the first rank has a result. Without an estimate the text says why.
+    Of a GPT only the first rank has a result, and nobody if its log is hidden. Without an estimate
+    the text says why.
 
     Args:
         batch_size: Samples of a batch of this rank, as its loader says; None if that is unknown.
@@ -176,7 +180,7 @@ def estimate_before_batches(
     models = _models_of(run)
     if models:
         held = all_gather_objects(_static_parts(run, optimizers), run.mesh.pp_cpu)
-        if run.mesh.world.rank > 0:
+        if run.mesh.world.rank > 0 or not _SHOWN_BY.isEnabledFor(logging.INFO):
             return (), ""
         size = run.options.microbatch_size
         samples = batch_size or (size if isinstance(size, int) else 1)
@@ -203,7 +207,7 @@ def _static_parts(run: Run, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """Return the static memory of this rank with the states that its optimizers will have."""
     main = run.state.main
     owned = sum(buffer.plan.shard_size for buffer in main.buffers)
-    return main.memory() | {"optimizer": owned * training_shape(run, optimizers).state_bytes}
+    return main.memory() | {"optimizer": owned * _state_bytes(run, optimizers)}
 
 
 def _with_static(run: Run, optimizers: Sequence[Optimizer], estimate: StageMemory) -> StageMemory:
@@ -228,7 +232,6 @@ def training_shape(run: Run, optimizers: Sequence[Optimizer]) -> TrainingShape:
         if dtypes.main_parameters and options.optimizer.gradient_dtype == "bfloat16"
         else main_parameters
     )
-    moments = torch.bfloat16 if options.optimizer.moments_dtype == "bfloat16" else main_parameters
     device = run.mesh.device
     main_bytes = main_parameters.itemsize if dtypes.main_parameters else 0
     fp8 = options.products if options.linear.backend == "native" else None
@@ -244,8 +247,7 @@ def training_shape(run: Run, optimizers: Sequence[Optimizer]) -> TrainingShape:
         parameter_bytes=dtypes.parameters.itemsize,
         gradient_bytes=gradients.itemsize,
         main_bytes=main_bytes,
-        state_bytes=max((state_copies(optimizer) for optimizer in optimizers), default=0)
-        * moments.itemsize,
+        state_bytes=_state_bytes(run, optimizers),
         activation_bytes=dtypes.parameters.itemsize,
         step_bytes=0
         if device.type != "cuda"
@@ -259,6 +261,14 @@ def training_shape(run: Run, optimizers: Sequence[Optimizer]) -> TrainingShape:
         cuda_graphs=graph_settings(run),
         fp8=fp8,
     )
+
+
+def _state_bytes(run: Run, optimizers: Sequence[Optimizer]) -> int:
+    """Return the optimizer state of a parameter's element (bytes)."""
+    dtypes = run.precision.dtypes
+    is_half = run.options.optimizer.moments_dtype == "bfloat16"
+    moments = torch.bfloat16 if is_half else dtypes.main_parameters or dtypes.parameters
+    return max(map(state_copies, optimizers), default=0) * moments.itemsize
 
 
 def state_copies(optimizer: Optimizer) -> int:

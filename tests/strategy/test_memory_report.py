@@ -22,6 +22,7 @@ from lightning_megatron.graphs.recording import RecordingInputs
 from lightning_megatron.memory.graph_pools import MeasuringBackend, PoolMemory
 from lightning_megatron.plan.budget import StageMemory
 from lightning_megatron.strategy import megatron_strategy as strategy_module
+from lightning_megatron.strategy import memory_estimate
 from lightning_megatron.strategy.callbacks import memory_report
 from lightning_megatron.strategy.callbacks.memory_report import (
     MemoryReport,
@@ -151,8 +152,10 @@ def frozen_fit(rank: int, size: int) -> list[Any]:
 def shown_of(config: GPTConfig, size: int) -> tuple[StageMemory, ...]:
     """Return the estimates of all stages that the start of a fit shows."""
     shown: list[Any] = []
-    with patch.object(
-        strategy_module, "show_choices", lambda *arguments: shown.append(arguments[4])
+    log = memory_estimate._SHOWN_BY
+    with (
+        patch.object(strategy_module, "show_choices", lambda *given: shown.append(given[4])),
+        patch.object(log, "isEnabledFor", return_value=True),
     ):
         reports_of(partial(FrozenBlocks, config), size, {"pp": size})
     return shown[0]
@@ -168,6 +171,16 @@ def test_frozen_parameters_have_no_gradients_and_states_in_the_estimates():
         assert estimate.static == pytest.approx(held, rel=0.01)
         assert held < 12 * report.estimate.num_parameters
         assert estimate.activations > 0
+
+
+def test_a_fit_traces_nothing_while_its_table_is_hidden():
+    real = memory_estimate.estimate_memory
+    with patch.object(memory_estimate, "estimate_memory", wraps=real) as trace:
+        run_job(Job(GPT2, {}, norms=False))
+        assert not trace.called
+        with patch.object(memory_estimate._SHOWN_BY, "isEnabledFor", return_value=True):
+            run_job(Job(GPT2, {}, norms=False))
+        assert trace.called
 
 
 def test_state_copies_of_optimizers_are_recognized():

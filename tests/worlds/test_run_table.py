@@ -8,6 +8,7 @@ import socket
 from lightning_megatron import MemoryReport
 from lightning_megatron.groups.shard_spec import num_elements
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.strategy import memory_estimate
 from lightning_megatron.strategy.logs import run_table
 from tests.fits import GPT2, Job, run_job
 from tests.world import run_world
@@ -69,6 +70,7 @@ def show_stages(rank: int, size: int) -> tuple[list[str], list[int]]:
     """Return what a fit shows at its start, and the estimates of its stages after a batch."""
     texts: list[str] = []
     run_table.rank_zero_info = texts.append  # type: ignore[assignment]
+    memory_estimate._SHOWN_BY.isEnabledFor = lambda level: True  # type: ignore[method-assign]
     memory = MemoryReport(after_steps=1)
     layout = {"tp": 2, "pp": 2}
     run_job(Job(GPT2, layout, steps=1, callbacks=lambda: [memory], norms=False), size)
