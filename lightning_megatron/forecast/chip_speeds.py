@@ -26,9 +26,6 @@ _FORMAT = 1
 _FOLDER = Path(__file__).with_name("speeds")
 #: Measured neighbours from which a time is interpolated.
 _NEIGHBOURS = 4
-#: Bytes that AdamW reads and writes for each element: float32 parameter, two moments and gradient,
-#: and the half-precision parameter.
-_BYTES_OF_ADAM = 30
 #: Part of the network's bandwidth that collectives reach, where nothing was measured.
 _NETWORK_SHARE = 0.85
 #: Time until the first byte between nodes arrives, where nothing was measured (s).
