@@ -18,6 +18,8 @@ from lightning_megatron.version import __version__
 
 #: Exit status for damaged files; unusable arguments exit with 2.
 DAMAGED = 1
+#: Exit status of a command whose output nobody reads to the end, as of one that SIGPIPE ends.
+UNREAD = 141
 
 
 #: Help texts as the parsers print them, kept because Lightning and torch take seconds to import.
@@ -159,6 +161,12 @@ def main(args: Sequence[str] | None = None) -> None:
         os.environ.setdefault(TRACEBACK, "0")
     try:
         run(name, arguments, is_own_process=args is None)
+    except BrokenPipeError:
+        if args is not None or COMMANDS[name] == TRAINER:
+            raise
+        # The reader, such as `head`, has seen enough. Python flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(UNREAD)
     except (*REFUSALS, ValueError) as error:
         refusal = _refusal(error)
         # The failure watch of a job prints a refusal once for all ranks, and ends this process.

@@ -109,6 +109,15 @@ def test_errors_are_one_message_without_traceback(refused, base):
         recipe_path("../pyproject")
 
 
+def test_a_reader_that_has_seen_enough_ends_a_command_without_an_error():
+    command = f"{sys.executable} -m lightning_megatron layout --world_size 4096 --tp 2 | head -1"
+    run = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False
+    )
+    assert (run.returncode, run.stderr) == (141, "")
+    assert run.stdout.startswith("world size 4096 = ")
+
+
 def test_pages_recipes_and_help_write_options_with_underscores_as_parsers_list_them():
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *RECIPES.glob("*.yaml"), HELP]
     dashed = re.compile(r"(?m)lightning-megatron [a-z](?:\\\n|[^\n`])*? --[a-z]+-[a-z].*")

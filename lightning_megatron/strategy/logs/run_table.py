@@ -262,9 +262,9 @@ def _layout_choices(
     reason = "one process holds the whole model"
     if layout.world_size > 1:
         parts = f"{num_elements(module):,} of {_num_full_elements(module, mesh):,} parameters"
-        reason = (
-            f"a model replica has {layout.world_size // layout.dp} processes; rank 0 holds {parts}"
-        )
+        count = layout.world_size // layout.dp
+        replica = f"a model replica has {count} process{'es' if count > 1 else ''}"
+        reason = f"{replica}; rank 0 holds {parts}"
     choices = [TableRow("layout", ", ".join(shown), reason)]
     if layout.tp > 1 and any(isinstance(part, LayeredModule) for part in module.modules()):
         why = "asked for"

@@ -48,8 +48,8 @@ _NOISE = {
     "lightning.pytorch.trainer.connectors.checkpoint_connector": ("`weights_only` was not set",),
 }
 #: Beginnings of warnings on which no user can act, because nothing is wrong: a resumed run has a
-#: folder of its own.
-_WARNINGS = (r"The dirpath has changed from",)
+#: folder of its own, and a data module without validation has no loaders.
+_WARNINGS = (r"The dirpath has changed from", r"Total length of `list` across ranks is zero")
 
 
 @contextmanager
