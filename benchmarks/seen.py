@@ -18,7 +18,6 @@ import json
 import logging
 import re
 import warnings
-from collections import defaultdict
 from pathlib import Path
 from statistics import fmean, harmonic_mean, median
 from typing import Any
@@ -34,8 +33,21 @@ from benchmarks.train_shapes import add_training
 from lightning_megatron import MegatronStrategy, Profile, StragglerWatch, TrainingMetrics
 from lightning_megatron.strategy.callbacks.training_metrics import published_peak
 from lightning_megatron.strategy.private.loops import callbacks_of
+from lightning_megatron.strategy.profiling.step_parts import (
+    ON_DEVICE,
+    OPTIMIZER,
+    Interval,
+    inside,
+    length,
+    part_of,
+    union,
+)
 
 _ACTION = re.compile(r"[FBIW] chunk \d+ microbatch \d+")
+#: Parts of a step outside of the passes.
+_NO_PASSES = ("communication", OPTIMIZER)
+#: Longest gap between two kernels of an action (µs).
+_LAUNCH_GAP = 200.0
 
 
 class Logged(Trained):
@@ -95,35 +107,38 @@ class InTurn(Callback):
 
 
 def bubbles_of(trace: Path) -> list[float]:
-    """Return the share of each step's schedule in which a rank runs no action, by a trace.
+    """Return the share of each step's schedule in which a rank does not compute, by a trace.
 
-    The schedule lasts from the first action of any rank to the last one's end.
+    Without GPUs the actions count. On GPUs the kernels of the passes do, because ranges of the host
+    do not contain those of backward passes: the schedule lasts from the first product of any rank
+    to the end of the last one, and shorter gaps than ``_LAUNCH_GAP`` belong to an action.
     """
     with gzip.open(trace, "rt", encoding="utf-8") as file:
-        events = json.load(file)["traceEvents"]
-    actions = [event for event in events if _ACTION.fullmatch(event["name"])]
-    on_device = [event for event in actions if event["cat"] == "gpu_user_annotation"]
-    lanes: dict[int, dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
-    for event in on_device or actions:
-        lanes[event["pid"]][event["tid"]].append(event)
-    # Actions also start work on streams beside that of the computation.
-    ranks = [max(of_rank.values(), key=_total) for of_rank in lanes.values()]
-    spans = [span for rank in ranks for span in rank]
+        events = [one for one in json.load(file)["traceEvents"] if one["ph"] == "X"]
+    work = [(one["pid"], _interval(one)) for one in events if _ACTION.fullmatch(one["name"])]
+    core = [span for _, span in work]
+    kernels = [one for one in events if one["cat"] in ON_DEVICE]
+    if kernels:
+        named = [(part_of(one["name"]), one) for one in kernels]
+        core = [_interval(one) for part, one in named if part in ("products", "attention")]
+        work = [(one["pid"], _interval(one)) for part, one in named if part not in _NO_PASSES]
+    gap = _LAUNCH_GAP if kernels else 0.0
+    num_ranks = len({rank for rank, _ in work})
     bubbles = []
-    for step in (one for one in events if one.get("cat") == "step" and one["pid"] == 0):
-        begin, end = step["ts"], step["ts"] + step["dur"]
-        inside = [one for one in spans if begin <= one["ts"] + one["dur"] / 2 < end]
-        length = max(map(_end, inside)) - min(one["ts"] for one in inside)
-        bubbles.append(1 - _total(inside) / length / len(ranks))
+    for step in (one for one in events if one["cat"] == "step" and one["pid"] == 0):
+        spans = inside(core, [_interval(step)])
+        begin, end = min(spans)[0], max(stop for _, stop in spans)
+        busy = 0.0
+        for rank in range(num_ranks):
+            own = inside([span for one, span in work if one == rank], [(begin, end)])
+            whole = union((start, stop + gap) for start, stop in own)
+            busy += length(whole) - gap * len(whole)
+        bubbles.append(1 - busy / (end - begin) / num_ranks)
     return bubbles
 
 
-def _end(event: dict[str, Any]) -> float:
-    return float(event["ts"] + event["dur"])
-
-
-def _total(events: list[dict[str, Any]]) -> float:
-    return float(sum(event["dur"] for event in events))
+def _interval(event: dict[str, Any]) -> Interval:
+    return event["ts"], event["ts"] + event["dur"]
 
 
 def figures_of(
@@ -140,13 +155,13 @@ def figures_of(
     ]
     seen = [fmean(block) for block in blocks[::2]]
     unseen = [fmean(block) for block in blocks[1::2]]
-    shown = [
-        values["train/tflops_per_gpu"]
+    logged = [
+        values
         for step, values in turns.values.items()
         if turns.first <= step < turns.last and (step + 1) % args.every == 0
     ]
     tflops = {
-        "TrainingMetrics": harmonic_mean(shown),
+        "TrainingMetrics": harmonic_mean([one["train/tflops_per_gpu"] for one in logged]),
         "Measure": flops / fmean(seen) / 1e12,
     }
     figures: dict[str, Any] = {
@@ -159,8 +174,8 @@ def figures_of(
     }
     peak = published_peak(trainer)
     if peak is not None:
-        mfu = [value["train/mfu"] for value in turns.values.values() if "train/mfu" in value]
-        figures["mfu"] = {"TrainingMetrics": mfu[-1], "Measure": tflops["Measure"] / peak}
+        mfu = harmonic_mean([one["train/mfu"] for one in logged])
+        figures["mfu"] = {"TrainingMetrics": mfu, "Measure": tflops["Measure"] / peak}
     return figures
 
 

@@ -216,8 +216,9 @@ class TrainingMetrics(Callback):
         self._num_steps += 1
         if is_logged(trainer):
             self.values = self._measure(trainer)
+            # Tensors on the CPU, because Lightning keeps numbers on the device and reads them back.
             chosen = {
-                name: value
+                name: torch.tensor(value)
                 for name, value in self.values.items()
                 if name in self.metrics or name.rpartition("/")[0] in self.metrics
             }
