@@ -33,7 +33,6 @@ from lightning_megatron.plan.custom_schedule import custom_schedule
 from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.schedule import Schedule, build_schedule
-from lightning_megatron.strategy import megatron_strategy
 from tests.optimizer.runs import Run
 from tests.tape import TapeBackend
 
@@ -203,10 +202,6 @@ def counted_replays() -> Iterator[Counter[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Recording, "replay_forward", count_replay)
-        # The estimate of memory captures and replays a step of its own.
-        patch.setattr(
-            megatron_strategy, "estimate_before_batches", lambda *_: ((), "not asked for")
-        )
         yield counts
 
 

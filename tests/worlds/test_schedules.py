@@ -28,7 +28,6 @@ from lightning_megatron.plan import Action, build_schedule
 from lightning_megatron.plan.custom_schedule import CustomOrder
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.schedule import Schedule
-from lightning_megatron.strategy import megatron_strategy
 from lightning_megatron.strategy.logs import run_table
 from lightning_megatron.strategy.step import schedule_choice
 from lightning_megatron.strategy.step.batch_cuts import BatchCuts
@@ -257,10 +256,6 @@ def run_two(rank: int, size: int) -> tuple[dict[str, Report], int, list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WeightGradientQueue, "put", put_and_count)
-        # The estimate of memory computes products of its own.
-        patch.setattr(
-            megatron_strategy, "estimate_before_batches", lambda *_: ((), "not asked for")
-        )
         patch.setattr(run_table, "rank_zero_info", messages.append)
         reports["compiled"] = run_job(COMPILED, size)
     assert counters["stats"]["unique_graphs"], "blocks are compiled"
