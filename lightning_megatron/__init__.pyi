@@ -3,6 +3,7 @@
 from lightning_megatron.data.datamodule import TokenDataModule as TokenDataModule
 from lightning_megatron.data.streaming import Streaming as Streaming
 from lightning_megatron.data.text_datamodule import TextDataModule as TextDataModule
+from lightning_megatron.forecast.cluster import Cluster as Cluster
 from lightning_megatron.generation.decoding import generate as generate
 from lightning_megatron.generation.decoding import generated_tokens as generated_tokens
 from lightning_megatron.generation.sampling import GenerationSettings as GenerationSettings
@@ -49,4 +50,5 @@ from lightning_megatron.strategy.options.records import JobOptions as JobOptions
 from lightning_megatron.strategy.options.records import LinearOptions as LinearOptions
 from lightning_megatron.strategy.options.records import OptimizerOptions as OptimizerOptions
 from lightning_megatron.strategy.options.records import PipelineOptions as PipelineOptions
+from lightning_megatron.strategy.plan_layout import plan_layout as plan_layout
 from lightning_megatron.version import __version__ as __version__

@@ -41,8 +41,8 @@ def run_command(
     """Call the function of a command with the options that arguments give.
 
     A parameter without a default is given by its place, others by name, with dashes or
-    underscores. A tuple takes one or more words, and may be given again. The fields of a record
-    are options of their own.
+    underscores, also behind a recipe. A tuple takes one or more words, and may be given again. The
+    fields of a record are options of their own.
 
     Args:
         command: A function, or functions by the names of subcommands; that of an empty name is
@@ -68,9 +68,26 @@ def run_command(
     if takes_recipe:
         recipes = [one.partition("=")[0] in ("-c", "--config") for one in args]
         num_own = recipes.index(True) if any(recipes) else num_own
-    own = list(map(underscored, args[:num_own]))
+    behind, rest = _own_options(command, args[num_own:])
+    own = list(map(underscored, [*args[:num_own], *behind]))
     values = _parser(name, command, examples).parse_args(own).as_dict()
-    _call(command, values | ({_FIT_OPTIONS: args[num_own:]} if takes_recipe else {}))
+    _call(command, values | ({_FIT_OPTIONS: rest} if takes_recipe else {}))
+
+
+def _own_options(command: Function, args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide arguments behind a recipe into options of the command and those of ``fit``."""
+    hints = get_type_hints(command)
+    for record in _records(command).values():
+        hints |= get_type_hints(record)
+    own: list[str] = []
+    rest: list[str] = []
+    is_value = False
+    for one in args:
+        name = underscored(one).removeprefix("--").partition("=")[0]
+        is_own = one.startswith("--") and name.removeprefix("no_") in hints
+        (own if is_own or is_value else rest).append(one)
+        is_value = is_own and "=" not in one and hints.get(name, bool) is not bool
+    return own, rest
 
 
 def _parser(name: str, function: Function, examples: str = "") -> _Parser:

@@ -67,6 +67,8 @@ use a model:
 plan and measure:
   doctor         check this machine, and say what to fix
     lightning-megatron doctor
+  plan           find the fastest layouts that fit, without a GPU
+    lightning-megatron plan -c recipe:gpt2_8.3b --gpus 64
   layout         print and draw which ranks form which group
     lightning-megatron layout --world_size 16 --tp 4 --pp 2
   schedule       simulate, compare and draw pipeline schedules

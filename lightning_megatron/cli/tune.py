@@ -20,7 +20,7 @@ from lightning_megatron.tasks.scaling import measure_job
 
 EXAMPLES = """example:
   lightning-megatron tune -c recipe:finetune_hf --model.path FOLDER --trainer.strategy.tp 2"""
-_STRATEGY = "lightning_megatron.MegatronStrategy"
+STRATEGY = "lightning_megatron.MegatronStrategy"
 _TIMER = "lightning_megatron.tasks.scaling.measured_job.StepTimer"
 
 
@@ -169,19 +169,32 @@ def strategy_of(given: Sequence[str]) -> dict[str, Any]:
     Raises:
         UnsupportedError: If ``fit`` refuses the options, or the strategy is another one.
     """
-    command = [sys.executable, "-m", "lightning_megatron", "fit", *given, "--print_config"]
-    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    strategy = settings_of(given, "tune")["trainer"]["strategy"]
+    if not isinstance(strategy, dict) or strategy["class_path"] != STRATEGY:
+        raise UnsupportedError(
+            f"tune must get a recipe with MegatronStrategy: its strategy is {strategy!r}. Set "
+            f"trainer.strategy.class_path to {STRATEGY}."
+        )
+    settings: dict[str, Any] = strategy["init_args"]
+    return settings
+
+
+def settings_of(given: Sequence[str], command: str) -> dict[str, Any]:
+    """Return all settings that the options of ``fit`` lead to, as plain values.
+
+    Args:
+        command: Name of the command, for errors.
+
+    Raises:
+        UnsupportedError: If ``fit`` refuses the options.
+    """
+    arguments = [sys.executable, "-m", "lightning_megatron", "fit", *given, "--print_config"]
+    completed = subprocess.run(arguments, capture_output=True, text=True, check=False)
     if completed.returncode:
         # Warnings of other packages may come first.
         message = completed.stderr[max(completed.stderr.find("error:"), 0) :].strip()
-        raise UnsupportedError(f"tune must get options that fit accepts: {message}")
-    strategy = yaml.safe_load(completed.stdout)["trainer"]["strategy"]
-    if not isinstance(strategy, dict) or strategy["class_path"] != _STRATEGY:
-        raise UnsupportedError(
-            f"tune must get a recipe with MegatronStrategy: its strategy is {strategy!r}. Set "
-            f"trainer.strategy.class_path to {_STRATEGY}."
-        )
-    settings: dict[str, Any] = strategy["init_args"]
+        raise UnsupportedError(f"{command} must get options that fit accepts: {message}")
+    settings: dict[str, Any] = yaml.safe_load(completed.stdout)
     return settings
 
 

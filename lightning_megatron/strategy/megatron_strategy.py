@@ -59,6 +59,7 @@ from lightning_megatron.strategy.checks.module_comparison import (
     hyperparameter_fields,
 )
 from lightning_megatron.strategy.checks.run_checks import check_data, configuration_fields
+from lightning_megatron.strategy.layout_choice import choose_layout
 from lightning_megatron.strategy.logs.run_table import show_choices
 from lightning_megatron.strategy.memory_estimate import estimate_before_batches
 from lightning_megatron.strategy.optimization.empty_optimizers import (
@@ -149,6 +150,7 @@ class MegatronStrategy(RankStrategy):
         linear: LinearOptions | dict[str, Any] = LinearOptions(),
         optimizer: OptimizerOptions | dict[str, Any] = OptimizerOptions(),
         job: JobOptions | dict[str, Any] = JobOptions(),
+        layout: Literal["auto"] | dict[str, Any] | None = None,
     ) -> None:
         say_refusals_once()
         super().__init__(StrategyOptions.from_locals(locals()))
@@ -303,6 +305,8 @@ class MegatronStrategy(RankStrategy):
 
     def check_run(self, arguments: Mapping[str, Any]) -> None:
         """Check the keyword arguments of fit, validate, test or predict before any launch."""
+        if self.options.layout is not None:
+            self.options = choose_layout(self, arguments)
         check_sizes(self.user_module, self.options, self.layout, arguments)
         self._batches = shape_of_batches(arguments, self.layout)
         self.check_device(self.user_module, arguments["trainer"])

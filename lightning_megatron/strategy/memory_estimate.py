@@ -26,6 +26,8 @@ from lightning_megatron.plan.budget import StageMemory, TrainingShape, static_by
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.model_shape import COUNTED_LENGTH
+from lightning_megatron.strategy.optimization.precision import MegatronPrecision
+from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.run import Run
 
 #: Size of a cuBLAS workspace on Hopper; the thread of the forward pass has a workspace, and so has
@@ -36,6 +38,8 @@ _WORKSPACE_BEFORE_HOPPER = 8 * 2**20 + 128 * 2**10
 #: Logger of the table of a fit, for which alone a fit traces its memory.
 _SHOWN_BY = logging.getLogger(rank_zero.__name__)
 
+#: Tensors of a parameter's size in the states of Adam and AdamW.
+_COPIES_OF_ADAM = 2
 #: Parts of the memory that a training holds from step to step.
 STATIC_PARTS = ("parameters", "gradients", "main_parameters", "optimizer")
 
@@ -224,41 +228,62 @@ def _models_of(run: Run) -> list[GPT]:
 
 def training_shape(run: Run, optimizers: Sequence[Optimizer]) -> TrainingShape:
     """Return the dtypes and options of a run as a training shape, with step sizes of 1."""
-    options = run.options
-    dtypes = run.precision.dtypes
+    device = run.mesh.device
+    shape = shape_before_run(run.options, run.precision, device.type)
+    main = shape.main_bytes or shape.parameter_bytes
+    # Optimizers without the fused kernel take copies of sums in bfloat16.
+    takes_copies = shape.gradient_bytes != main and not all(map(_is_fused, optimizers))
+    of_step = main * ((not all(map(_is_in_place, optimizers))) + takes_copies)
+    return replace(
+        shape,
+        sequence_parallel=run.mesh.sequence_parallel,
+        expert_transport=run.layers.transport,
+        expert_rows=run.layers.expert_rows,
+        clone_places=run.layers.clone_places,
+        state_bytes=_state_bytes(run, optimizers),
+        step_bytes=of_step if device.type == "cuda" else 0,
+        library_bytes=_library_bytes(device),
+        cuda_graphs=graph_settings(run),
+    )
+
+
+def shape_before_run(
+    options: StrategyOptions, precision: MegatronPrecision, kind: str
+) -> TrainingShape:
+    """Return dtypes and options as a training shape with step sizes of 1, for a fused AdamW.
+
+    Args:
+        kind: Kind of the device, "cuda" (Hopper) or "cpu".
+    """
+    dtypes = precision.dtypes
     main_parameters = dtypes.main_parameters or dtypes.parameters
     gradients = (
         torch.bfloat16
         if dtypes.main_parameters and options.optimizer.gradient_dtype == "bfloat16"
         else main_parameters
     )
-    device = run.mesh.device
+    moments = torch.bfloat16 if options.optimizer.moments_dtype == "bfloat16" else main_parameters
     main_bytes = main_parameters.itemsize if dtypes.main_parameters else 0
+    places = 0 if options.clones is None else options.clones.places
+    libraries = 2 * _WORKSPACE_HOPPER if kind == "cuda" else 0
     fp8 = options.products if options.linear.backend == "native" else None
     return TrainingShape(
         seq_length=1,
         schedule=options.pass_order,
         microbatch_group_size=options.pipeline.microbatch_group_size,
-        sequence_parallel=run.mesh.sequence_parallel,
-        expert_transport=run.layers.transport,
-        expert_rows=run.layers.expert_rows,
-        clone_places=run.layers.clone_places,
+        sequence_parallel=options.shards_sequence,
+        loss_chunk=options.loss_chunk,
+        expert_transport=options.experts.transport,
+        expert_rows=options.experts.rows,
+        clone_places=places,
         zero=options.optimizer.zero,
         parameter_bytes=dtypes.parameters.itemsize,
         gradient_bytes=gradients.itemsize,
         main_bytes=main_bytes,
-        state_bytes=_state_bytes(run, optimizers),
+        state_bytes=_COPIES_OF_ADAM * moments.itemsize,
         activation_bytes=dtypes.parameters.itemsize,
-        step_bytes=0
-        if device.type != "cuda"
-        else main_parameters.itemsize
-        * (
-            (not all(map(_is_in_place, optimizers)))
-            # Optimizers without the fused kernel take copies of sums in bfloat16.
-            + (gradients != main_parameters and not all(map(_is_fused, optimizers)))
-        ),
-        library_bytes=_library_bytes(device),
-        cuda_graphs=graph_settings(run),
+        library_bytes=libraries,
+        cuda_graphs=options.graphs,
         fp8=fp8,
     )
 

@@ -13,6 +13,7 @@ API = DOCS / "api.md"
 SECTIONS = {
     "strategy": "Strategy, command line and callbacks",
     "plan": "Settings of a layout",
+    "forecast": "Description of a cluster",
     "groups": "Process groups",
     "models": "Models and their training",
     "layers": "Layers",

@@ -92,7 +92,7 @@ STRANGERS = (
 # Lightning is imported by the strategy and by the modules that it offers to recipes.
 LIGHTNING_FILES = set(
     """
-    cli/main.py cli/model_call.py
+    cli/main.py cli/model_call.py cli/plan.py
     models/token_module.py data/datamodule.py data/row_datamodule.py
     """.split()
 )
@@ -106,10 +106,10 @@ EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transforme
 BUDGETS: dict[str, int] = {
     "beside rooms": 750,
     "checkpoint": 2850,
-    "cli": 3300,
+    "cli": 3500,
     "data": 3860,
     "experts": 3330,
-    "forecast": 1410,
+    "forecast": 2130,
     "generation": 930,
     "graphs": 2540,
     "groups": 2550,
@@ -120,7 +120,7 @@ BUDGETS: dict[str, int] = {
     "optimizer": 3130,
     "pipeline": 800,
     "plan": 3700,
-    "strategy": 13600,
+    "strategy": 13830,
     "swap": 8960,
     "tasks": 4520,
 }

@@ -144,7 +144,7 @@ def test_every_argument_reaches_the_options():
         "job.timeout": 60.0, "job.backend": "nccl", "job.nccl": {"pp": {"max_ctas": 4}},
         "job.signal_check_interval": 5, "optimizer.zero": 0, "optimizer.bucket_size": 1000, "optimizer.gradient_dtype": "bfloat16",
         "optimizer.overlap_gradients": False, "optimizer.overlap_parameters": True, "linear.overlap": True, "job.check_gradients": True,
-        "job.replica_check_interval": 7, "async_save": True, "optimizer.moments_dtype": "bfloat16",
+        "job.replica_check_interval": 7, "async_save": True, "layout": "auto", "optimizer.moments_dtype": "bfloat16",
         "cuda_graphs": asdict(CudaGraphs("segments", warmup_steps=4)),
     }  # fmt: skip
     # Those that contradict others.

@@ -4,6 +4,8 @@ during training.
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from lightning_megatron import CudaGraphs, GPTConfig, RampUp, TokenDataModule
 from lightning_megatron.data.token_file import TokenFileWriter
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from tests.fits import Job, Language, Record, run_job, run_jobs_on, trainer_of
+from tests.forecast.speeds import content
 
 LENGTH, V, SAVED_AFTER = 8, 60, 4
 #: Sizes of the batches of RAMP: 4 from sample 0 on, 8 from 12 and 12 from 24.
@@ -93,6 +96,27 @@ def test_losses_match_one_process_also_after_a_resume(corpus: str, tmp_path: Pat
         assert pp2 == expected
         assert from_one == later
     assert run_job(job(corpus, {}, resume=two)).losses == later
+
+
+def test_a_chosen_layout_trains_as_one_process(corpus: str, tmp_path: Path) -> None:
+    speeds = tmp_path / "speeds.json"
+    speeds.write_text(json.dumps(content(gpu="cpu")))
+    auto = {"layout": {"speeds": str(speeds), "memory": 4}}
+    jobs = {"auto": job(corpus, auto), "pp2": job(corpus, {"pp": 2, **auto})}
+    expected = pytest.approx(expected_losses(corpus), rel=0, abs=1e-11)
+    reports = run_jobs_on(2, jobs)
+    for name in jobs:
+        assert [report.losses for report in reports[name]] == [expected] * 2
+    small = {"layout": {"speeds": str(speeds), "memory": 1e-6}}
+    for options, words in (
+        (small, r"no layout of 1 devices fits into 0.0 GiB of each. The nearest is .* lack"),
+        ({"layout": "auto"}, r"speeds of the GPU 'cpu' are not known(.|\n)*--calibrate"),
+    ):
+        with pytest.raises((ParallelPlanError, UnsupportedError), match=words):
+            run_job(job(corpus, options))
+    of_ranks = partial(TokenDataModule, corpus, seq_length=LENGTH, batch_size=2)
+    with pytest.raises(UnsupportedError, match="needs a data module with a global batch size"):
+        run_job(replace(job(corpus, auto), data=of_ranks))
 
 
 @pytest.mark.parametrize("mode", ["segments", "full"])

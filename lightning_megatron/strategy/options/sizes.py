@@ -48,12 +48,12 @@ def check_sizes(
             "and the strategy cannot repeat the backward passes of user code. Use "
             "automatic_optimization=True, or experts.rows=None."
         )
-    data, batch_size, seq_length = _data_of(arguments)
+    data, batch_size, seq_length = data_of(arguments)
     if getattr(data, "documents", "joined") != "joined" and seq_length is not None:
         # Rows of documents are padded to a length that the ranks divide.
         shards = layout.tp if options.shards_sequence else 1
         seq_length += -seq_length % context_multiple(layout.cp, shards)
-    for config in _configs_of(module, options, layout):
+    for config in configs_of(module, options, layout):
         if config is getattr(module, "config", None):
             config.check_layout(layout, options.shards_sequence, seq_length)
         else:
@@ -74,7 +74,7 @@ def check_sizes(
         check_batch_size(batch_size, options, layout)
 
 
-def _data_of(arguments: Mapping[str, Any]) -> tuple[Any, int | None, int | None]:
+def data_of(arguments: Mapping[str, Any]) -> tuple[Any, int | None, int | None]:
     """Return the data module of a run, samples of a batch and tokens of a sample, where known."""
     loader = arguments.get("train_dataloaders")
     data = loader if isinstance(loader, LightningDataModule) else arguments.get("datamodule")
@@ -90,14 +90,14 @@ def shape_of_batches(
     Args:
         arguments: Arguments of ``fit``, ``validate``, ``test`` or ``predict``, by name.
     """
-    data, batch_size, seq_length = _data_of(arguments)
+    data, batch_size, seq_length = data_of(arguments)
     whole = getattr(data, "global_batch", None)
     if isinstance(whole, GlobalBatch):
         batch_size = max(whole.size // layout.dp, 1)
     return batch_size, seq_length
 
 
-def _configs_of(
+def configs_of(
     module: LightningModule, options: StrategyOptions, layout: ParallelLayout
 ) -> Sequence[ModelConfig]:
     """Return the configurations of the module's models, without those that are not yet known."""

@@ -128,6 +128,11 @@ class StrategyOptions:
             or an OptimizerOptions.
         job: Ranks and communication of the job, and checks of what it computes: a mapping, or a
             JobOptions.
+        layout: "auto" lets the first fit choose tp, pp, vpp, cp, ep, etp, schedule,
+            microbatch_size, recompute and cuda_graphs: the fastest that fit, by estimates, for a
+            data module with a global batch size. Values of these options that are given stay. A
+            mapping describes the devices: memory (GiB), network (bytes/s between nodes), and
+            speeds, a file of lightning-megatron doctor --calibrate. None chooses nothing.
 
     Raises:
         ParallelPlanError: If a value has the wrong type or range, or no layout has these sizes.
@@ -156,6 +161,7 @@ class StrategyOptions:
     linear: LinearOptions
     optimizer: OptimizerOptions
     job: JobOptions
+    layout: Literal["auto"] | dict[str, Any] | None
 
     def __post_init__(self) -> None:
         # ParallelLayout checks one model replica here; the world size is checked when it is known.

@@ -35,7 +35,8 @@ class MegatronLauncher(SubprocessScriptLauncher):
         port: Port of the job's store, held before other processes start.
         check: Function that raises an error for runs that are not supported. It receives the
             arguments of ``fit``, ``validate``, ``test`` or ``predict``, and ``trainer``, by name.
-        num_data_ranks: Number of data-parallel ranks (ranks).
+        num_data_ranks: Function that returns the number of data-parallel ranks, which the check may
+            choose (ranks).
         explain: Function that returns what to add to the error of a device whose memory is full.
     """
 
@@ -47,7 +48,7 @@ class MegatronLauncher(SubprocessScriptLauncher):
         watch: FailureWatch,
         port: ReservedPort,
         check: Callable[[Mapping[str, Any]], None],
-        num_data_ranks: int,
+        num_data_ranks: Callable[[], int],
         explain: Callable[[BaseException], str],
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
@@ -87,7 +88,7 @@ class MegatronLauncher(SubprocessScriptLauncher):
         # A single process has no other ranks to notify.
         is_alone = self.num_processes * self.num_nodes == 1
         guard = nullcontext() if is_alone else self._watch.guard()
-        with without_noise(self._num_data_ranks), guard:
+        with without_noise(self._num_data_ranks()), guard:
             try:
                 return function(*args, **kwargs)
             except torch.OutOfMemoryError as error:

@@ -230,7 +230,7 @@ class RankStrategy(ParallelStrategy, ABC):
             self._failure_watch,
             self._port,
             self.check_run,
-            self.layout.dp,
+            lambda: self.layout.dp,
             self.explain_out_of_memory,
         )
 
