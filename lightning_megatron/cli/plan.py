@@ -101,7 +101,7 @@ def _built(base: type[Any], settings: Any) -> Any:
     parser = ArgumentParser()
     parser.add_subclass_arguments(base, "part")
     parsed = parser.parse_object({"part": settings})
-    return parser.instantiate_classes(parsed)["part"]
+    return parser.instantiate(parsed)["part"]
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ _RECOMPUTE: tuple[tuple[str, ...], ...] = (
 )
 #: More chunks of a stage send more, and hardly shorten the bubble.
 _MOST_CHUNKS = 8
+#: With fewer tokens of a sample, a rank sends longer than it computes (tokens).
+_LEAST_TOKENS = 1024
 _REFUSED = (ParallelPlanError, UnsupportedError)
 
 
@@ -141,10 +143,11 @@ class LegalChoices:
         space = self._space
         ranks = divisors(space.num_ranks)
         experts = ranks if space.config.experts is not None else [1]
+        longest = space.training.seq_length // _LEAST_TOKENS
         sizes = product(
             space.values("tp", divisors(space.ranks_per_node)),
             space.values("pp", (pp for pp in ranks if pp <= space.config.num_layers)),
-            space.values("cp", ranks),
+            space.values("cp", (cp for cp in ranks if cp == 1 or cp <= longest)),
             space.values("ep", experts),
         )
         for tp, pp, cp, ep in sizes:
@@ -175,7 +178,8 @@ class LegalChoices:
             for fp8 in self._products
             if self._legal(self._check_products, layout.tp, fp8) is not None
         ]
-        for size in space.values("microbatch_size", divisors(samples)):
+        # Larger microbatches launch less, and their products are faster.
+        for size in space.values("microbatch_size", reversed(divisors(samples))):
             size = samples if size == "batch" else size
             if self._legal(self._check_microbatches, layout, order, size) is None:
                 continue

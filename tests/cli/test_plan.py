@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning_megatron.cli import plan as planned
 from lightning_megatron.cli.command import _own_options
 from lightning_megatron.cli.main import main
 from lightning_megatron.cli.plan import Job
+from lightning_megatron.cli.tune import settings_of
 from lightning_megatron.models.causal_lm import CausalLM
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.global_batch import GlobalBatch
@@ -49,6 +51,35 @@ def test_a_plan_is_shown_and_written_for_a_recipe(
     assert content["recipe"] == "gpt_speeches_cpu"
     assert content["data"]["init_args"]["batch_size"] == 16 // dp
     assert (tmp_path / "map.svg").stat().st_size > 1000
+
+
+def test_a_written_plan_is_a_recipe_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "planned.yaml"
+    main(["plan", *"-c recipe:gpt_speeches_cpu --gpus 2 --most 1 --write".split(), str(file)])
+    written = yaml.safe_load(file.read_text())["trainer"]["strategy"]["init_args"]
+    settings = settings_of(["-c", str(file)], "plan")
+    chosen = settings["trainer"]["strategy"]["init_args"]
+    assert {name: chosen[name] for name in written} == written
+    assert settings["trainer"]["devices"] == 2
+    assert Job.of_recipe(["-c", str(file)]).batch == GlobalBatch(16)
+
+
+def test_a_hugging_face_folder_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    transformers.LlamaConfig(**sizes, num_attention_heads=4, vocab_size=512).save_pretrained(
+        tmp_path
+    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = ["LlamaForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes_of_step = ["--gpus", "2", "--seq_length", "128", "--global_batch", "8", "--most", "2"]
+    main(["plan", "--model", str(tmp_path), *sizes_of_step])
+    shown = capsys.readouterr().out
+    assert "legal choices on 2 x h200, 8 samples of 128 tokens" in shown
+    assert "MegatronStrategy" in shown
 
 
 @pytest.mark.parametrize(

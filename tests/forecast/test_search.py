@@ -19,10 +19,10 @@ from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.plan.global_batch import GlobalBatch, RampUp
 
 SMALL = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "vocab_size": 100}
-CONFIG = GPTConfig.llama(**SMALL, num_kv_heads=2, ffn_hidden_size=128, max_seq_length=64)
+CONFIG = GPTConfig.llama(**SMALL, num_kv_heads=2, ffn_hidden_size=128, max_seq_length=2048)
 EXPERTS = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=64, layers=2)
 MIXTURE = replace(CONFIG, experts=EXPERTS)
-STEP = TrainingShape(seq_length=64)
+STEP = TrainingShape(seq_length=2048)
 
 
 @dataclass
