@@ -143,12 +143,11 @@ class LegalChoices:
         space = self._space
         ranks = divisors(space.num_ranks)
         experts = ranks if space.config.experts is not None else [1]
-        longest = max(1, space.training.seq_length // _LEAST_TOKENS)
-        parts = [cp for cp in ranks if cp <= longest]
+        most = max(1, space.training.seq_length // _LEAST_TOKENS)
         sizes = product(
             space.values("tp", divisors(space.ranks_per_node)),
-            space.values("pp", (pp for pp in ranks if pp <= space.config.num_layers)),
-            space.values("cp", parts),
+            space.values("pp", ranks),
+            space.values("cp", [cp for cp in ranks if cp <= most]),
             space.values("ep", experts),
         )
         for tp, pp, cp, ep in sizes:
