@@ -115,4 +115,4 @@ def test_ranks_that_share_tensors_or_experts_hold_what_a_lone_rank_needs() -> No
     for found in run_world(measure, 2):
         for name, (held, traced) in found.items():
             # A thread of the communication library frees sent tensors a moment later.
-            check_costs(held, traced, 0.03, name)
+            check_costs(held, traced, 0.05, name)
