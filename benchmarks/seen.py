@@ -27,10 +27,10 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.measure import QUIET, Measure, merged, option_parser
+from benchmarks.measure import Measure, option_parser
 from benchmarks.shapes import LAYOUTS, Tokens, Trained, changed
-from benchmarks.train_shapes import add_training
-from lightning_megatron import MegatronStrategy, Profile, StragglerWatch, TrainingMetrics
+from benchmarks.train_shapes import add_training, trainer_of
+from lightning_megatron import Profile, StragglerWatch, TrainingMetrics
 from lightning_megatron.strategy.callbacks.training_metrics import published_peak
 from lightning_megatron.strategy.private.loops import callbacks_of
 from lightning_megatron.strategy.profiling.step_parts import (
@@ -214,23 +214,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     measure = Measure(str(out / "measure.json"), label, args.warmup, in_a_row=True)
     profile = Profile(last, args.profile_steps, folder=str(out))
-    options: dict[str, Any] = {
-        "optimizer": {"overlap_parameters": True},
-        "microbatch_size": 1 if layout.pp > 1 else batch,
-    }
-    options = merged(options, json.loads(args.options))
-    trainer = Trainer(
-        accelerator=args.accelerator,
-        devices=layout.devices,
-        strategy=MegatronStrategy(
-            tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, **options
-        ),
-        precision="bf16-mixed",
+    trainer = trainer_of(
+        args,
+        batch,
+        {},
         max_steps=steps,
-        gradient_clip_val=1.0,
         log_every_n_steps=args.every,
         callbacks=[*watching, measure, turns, profile],
-        **(QUIET | {"logger": CSVLogger(out, "losses")}),
+        logger=CSVLogger(out, "losses"),
     )
     samples = Tokens(config, steps * batch * layout.data_ranks)
     trainer.fit(Logged(config), DataLoader(samples, batch_size=batch, drop_last=True))

@@ -90,6 +90,33 @@ def module_and_data(
     return module, PackedTokens(config, num_samples, lengths)
 
 
+def trainer_of(
+    args: argparse.Namespace, batch: int, options: Mapping[str, Any], **trainer: Any
+) -> Trainer:
+    """Return the Trainer of one shape under the layout of ``args``.
+
+    Args:
+        batch: Samples of one data-parallel rank.
+        options: Arguments of the strategy, below those of ``--options``.
+        trainer: Further arguments of the Trainer.
+    """
+    layout = LAYOUTS[args.layout]
+    # No callback reads parameters, so gathering them can overlap with the next step.
+    usual: dict[str, Any] = {
+        "optimizer": {"overlap_parameters": True},
+        "microbatch_size": 1 if layout.pp > 1 else batch,
+    }
+    chosen = merged(usual, options, json.loads(args.options))
+    return Trainer(
+        accelerator=args.accelerator,
+        devices=layout.devices,
+        strategy=MegatronStrategy(tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, **chosen),
+        precision="bf16-mixed",
+        gradient_clip_val=1.0,
+        **(QUIET | trainer),
+    )
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Train, and return the measurements of this rank."""
     layout = LAYOUTS[args.layout]
@@ -100,25 +127,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     callbacks, steps = build_callbacks(args, out, lengths)
-    # No callback reads parameters, so gathering them can overlap with the next step.
-    options: dict[str, Any] = {
-        "optimizer": {"overlap_parameters": True},
-        "async_save": bool(args.async_save),
-        "microbatch_size": 1 if layout.pp > 1 else batch,
-    }
-    options = merged(options, json.loads(args.options))
-    trainer = Trainer(
-        accelerator=args.accelerator,
-        devices=layout.devices,
-        strategy=MegatronStrategy(
-            tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, **options
-        ),
-        precision="bf16-mixed",
-        max_steps=steps,
-        gradient_clip_val=1.0,
-        callbacks=callbacks,
-        **QUIET,
-    )
+    saves = {"async_save": bool(args.async_save)}
+    trainer = trainer_of(args, batch, saves, max_steps=steps, callbacks=callbacks)
     num_samples = steps * batch * layout.data_ranks
     module, samples = module_and_data(args, config, num_samples, batch, lengths)
     trainer.fit(module, DataLoader(samples, batch_size=batch, drop_last=True))

@@ -240,7 +240,8 @@ def _plan_of(best: Fitting, one: Fitting) -> LayoutPlan:
 def remark_on(one: Fitting, best: Fitting) -> str:
     """Return by how much a step takes longer than the best one, and the largest reason."""
     parts = _parts_of(one)
-    more = {name: seconds - _parts_of(best).get(name, 0.0) for name, seconds in parts.items()}
+    of_best = _parts_of(best)
+    more = {name: seconds - of_best.get(name, 0.0) for name, seconds in parts.items()}
     reason = max(more, key=lambda name: more[name])
     slower = one.time.seconds / best.time.seconds - 1
     return f"{slower:+.1%}: {more[reason] * 1e3:,.3g} ms more {reason}"

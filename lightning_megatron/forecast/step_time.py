@@ -23,19 +23,20 @@ from lightning_megatron.forecast.traced_parts import (
     LayerKind,
     StageTrace,
     kinds_of_layers,
-    only,
     only_training,
     smallest_layout,
     trace_stage,
+    with_layers,
 )
 from lightning_megatron.forecast.update_time import Embedding, UpdateTimes, update_times
 from lightning_megatron.groups.mesh_groups import groups_of_rank
+from lightning_megatron.memory.lone_stage import repeated_after
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.budget import TrainingShape, check_shape
 from lightning_megatron.plan.custom_schedule import build_order, order_may_split
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.partition import partition_of
-from lightning_megatron.plan.schedule import NAMED_SCHEDULES, ScheduleName
+from lightning_megatron.plan.schedule import ScheduleName
 from lightning_megatron.plan.simulate import StageCosts, simulate
 
 #: Length of a tick of the simulated schedule (s).
@@ -197,9 +198,8 @@ def _pipeline(layout: ParallelLayout, training: TrainingShape, costs: StageCosts
         schedule = build_order(order, stages, microbatches, layout.vpp, group)
         return simulate(schedule, costs).length * _TICK
 
-    named = NAMED_SCHEDULES.get(str(training.schedule))
-    least = 4 * stages + count % stages
-    if named is None or named.keeps_all or count <= least + stages:
+    least = repeated_after(training.schedule, stages, count) + count % stages
+    if count <= least + stages:
         return length(count)
     start = length(least)
     return start + (count - least) / stages * (length(least + stages) - start)
@@ -251,7 +251,11 @@ def _virtual_stages(
         small = smallest_layout(layout, counts, has_experts=has_experts)
         settings = only_training(training, kind, name)
         return trace_stage(
-            only(config, kind, sum(counts)), small, settings, stage, chip.speeds.kind
+            with_layers(config, [kind.layer] * sum(counts)),
+            small,
+            settings,
+            stage,
+            chip.speeds.kind,
         )
 
     def of(kind: LayerKind, stage: int, *counts: int) -> Times:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import lcm
 from operator import add, sub
-from typing import TypeVar
 
+from lightning_megatron.forecast.traced_parts import form_of, smallest_layout, with_layers
 from lightning_megatron.memory.chunk_costs import ChunkCosts, ChunkTrace, StepPoint, moments
-from lightning_megatron.memory.lone_stage import LoneStage
+from lightning_megatron.memory.lone_stage import LoneStage, repeated_after
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.actions import Action
 from lightning_megatron.plan.budget import StageMemory, TrainingShape, static_bytes
 from lightning_megatron.plan.custom_schedule import build_order, order_may_split
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.live_microbatches import LIVE_CHANGE
+from lightning_megatron.plan.live_microbatches import live_in_row
 from lightning_megatron.plan.schedule import NAMED_SCHEDULES, ScheduleName
 
-T = TypeVar("T")
 #: Whether a layer has experts, its window, and whether it rotates.
 _Kind = tuple[bool, int | None, bool]
 #: Numbers of bytes.
@@ -82,10 +80,7 @@ class TracedLayers:
         self._config = config
         self._shape = config.memory_shape()
         self._kind = kind
-        self._kinds = [
-            (config.has_experts_in(layer), config.window_of(layer), config.rotates_in(layer))
-            for layer in range(config.num_layers)
-        ]
+        self._kinds = [form_of(config, layer) for layer in range(config.num_layers)]
         # Without a layer with experts, a model has no expert axes.
         self._base = max(range(config.num_layers), key=config.has_experts_in)
         self._traces: dict[tuple[object, ...], TracedChunk] = {}
@@ -131,7 +126,7 @@ class TracedLayers:
         most = max(point.in_flight for point in points)
         graphs = 0
         if training.cuda_graphs is not None:
-            slots = _most_live(actions, layout.vpp)
+            slots = live_in_row(actions, layout.vpp).slots
             kept = sum(number * chunk.kept for number, chunk in zip(slots, chunks, strict=True))
             graphs = kept + sum(chunk.backward - chunk.kept for chunk in chunks)
         return StageMemory(
@@ -185,10 +180,9 @@ class TracedLayers:
         """Return the actions of a stage; later microbatches repeat what the first ones do."""
         order = training.schedule
         named = NAMED_SCHEDULES.get(str(order))
-        count = training.num_microbatches
+        count = repeated_after(order, layout.pp, training.num_microbatches)
         if named is None:
             return build_order(order, layout.pp, count, layout.vpp).actions(stage)
-        count = count if named.keeps_all else min(count, 4 * layout.pp)
         group = count
         if order == "interleaved":
             group = training.microbatch_group_size or layout.pp
@@ -258,45 +252,22 @@ class TracedLayers:
             microbatch_group_size=None,
             cuda_graphs=None,
         )
-        axes = {name: getattr(layout, name) for name in ("tp", "cp", "ep", "etp")}
-        key = (*axes.values(), role, *(self._kinds[layer] for layer in layers), str(step))
+        axes = layout.tp, layout.cp, layout.ep, layout.etp
+        key = axes, role, tuple(self._kinds[layer] for layer in layers), str(step)
         if key not in self._traces:
             # Three stages: the traced one, and others of a layer each.
             stage = {"first": 0, "middle": 1, "last": 2}[role]
             chosen = [[self._base], [self._base], [self._base]]
             chosen[stage] = list(layers)
-            small = ParallelLayout(
-                3 * lcm(layout.tp * layout.cp, layout.etp * layout.ep),
-                pp=3,
-                **axes,
-                stage_layers=tuple(map(len, chosen)),
-            )
-            config = self._with_layers([layer for some in chosen for layer in some])
+            small = smallest_layout(layout, tuple(map(len, chosen)))
+            config = with_layers(self._config, [layer for some in chosen for layer in some])
             self._traces[key] = _traced(config, small, step, stage, self._kind)
         return self._traces[key]
-
-    def _with_layers(self, layers: Sequence[int]) -> GPTConfig:
-        """Return the configuration of a model of some of the layers."""
-        config = self._config
-        experts = config.experts
-        if experts is not None:
-            experts = replace(experts, layers=tuple(map(experts.is_in, layers)))
-        return replace(
-            config,
-            num_layers=len(layers),
-            experts=experts,
-            window_layers=_of_layers(config.window_layers, layers),
-            rotary_layers=_of_layers(config.rotary_layers, layers),
-        )
 
 
 def _grown(one: _Bytes, two: _Bytes, size: int) -> _Bytes:
     """Return the sizes for a number of samples, given those for one and for two."""
     return tuple(a + (size - 1) * (b - a) for a, b in zip(one, two, strict=True))
-
-
-def _of_layers(values: tuple[T, ...] | None, layers: Sequence[int]) -> tuple[T, ...] | None:
-    return None if values is None else tuple(values[layer] for layer in layers)
 
 
 def _traced(
@@ -311,13 +282,3 @@ def _traced(
     weight_half = costs.weight_half - costs.waiting
     passing = costs.forward - costs.kept, costs.backward - costs.kept, weight_half
     return TracedChunk((costs.kept, costs.waiting, costs.host, permanent), passing)
-
-
-def _most_live(actions: Sequence[Action], num_chunks: int) -> list[int]:
-    """Return the most microbatches that each chunk keeps at one time."""
-    live = [0] * num_chunks
-    most = [0] * num_chunks
-    for action in actions:
-        live[action.chunk] += LIVE_CHANGE[action.kind]
-        most[action.chunk] = max(most[action.chunk], live[action.chunk])
-    return most

@@ -9,10 +9,10 @@ from functools import lru_cache
 from math import lcm
 from typing import Literal
 
-from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.forecast.operator_trace import Operator, RecordingDevice
 from lightning_megatron.groups.lone_mesh import LeftOut
 from lightning_megatron.memory.chunk_costs import ChunkTrace
+from lightning_megatron.memory.estimate import naming_the_line
 from lightning_megatron.memory.lone_stage import LoneStage
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.budget import TrainingShape
@@ -92,15 +92,8 @@ def trace_stage(
     Raises:
         UnsupportedError: If the model's code does not run on tensors without elements.
     """
-    try:
+    with naming_the_line("the time of this model", "Measure it in a short run."):
         return _traced(config, layout, training, stage, kind)
-    except (ParallelPlanError, UnsupportedError):
-        raise
-    except Exception as error:
-        raise UnsupportedError(
-            "the time of this model cannot be estimated, because its code does not run on tensors "
-            f"without elements: {type(error).__name__}: {error}. Measure it in a short run."
-        ) from error
 
 
 def _traced(
@@ -159,24 +152,32 @@ def _kind(
     in_eight_bits = fp8 is not None and (
         fp8.first_bf16 <= layer < config.num_layers - fp8.last_bf16
     )
-    window = config.window_of(layer)
-    rotates = config.rotates_in(layer)
-    same = config.has_experts_in(layer), window, rotates, in_eight_bits, recomputed
+    same = form_of(config, layer), in_eight_bits, recomputed
     return known.setdefault(same, LayerKind(layer, in_eight_bits, recomputed))
 
 
-def only(config: GPTConfig, kind: LayerKind, count: int) -> GPTConfig:
-    """Return the configuration of a model of some layers of one kind."""
-    layer = kind.layer
+def form_of(config: GPTConfig, layer: int) -> tuple[bool, int | None, bool]:
+    """Return whether a layer has experts, its window, and whether it rotates."""
+    return config.has_experts_in(layer), config.window_of(layer), config.rotates_in(layer)
+
+
+def with_layers(config: GPTConfig, layers: Sequence[int]) -> GPTConfig:
+    """Return the configuration of a model of some of the layers, which may repeat."""
     experts = config.experts
     if experts is not None:
-        experts = replace(experts, layers=1) if config.has_experts_in(layer) else None
-    changes: dict[str, object] = {"experts": experts, "num_layers": count, "window_layers": None}
-    if config.window_of(layer) is None:
-        changes |= {"sliding_window": None, "window_rotary_base": None}
-    if config.rotary_layers is not None:
-        changes["rotary_layers"] = (config.rotates_in(layer),) * count
-    return replace(config, **changes)  # type: ignore[arg-type]
+        has_experts = tuple(map(experts.is_in, layers))
+        experts = replace(experts, layers=has_experts) if any(has_experts) else None
+    return replace(
+        config,
+        num_layers=len(layers),
+        experts=experts,
+        window_layers=_values_of(config.window_layers, layers),
+        rotary_layers=_values_of(config.rotary_layers, layers),
+    )
+
+
+def _values_of(values: tuple[bool, ...] | None, layers: Sequence[int]) -> tuple[bool, ...] | None:
+    return None if values is None else tuple(values[layer] for layer in layers)
 
 
 def only_training(

@@ -24,6 +24,7 @@ from lightning_megatron.user_code import Line, runs_package, runs_torch
 
 #: Number of estimates that are remembered.
 _REMEMBERED = 1024
+_MEASURED = "Measure it with MemoryReport in a short run."
 
 
 def estimate_memory(
@@ -65,7 +66,7 @@ def estimate_stage(
     check_shape(layout, training)
     # A mapping or a list cannot be remembered.
     training = replace(training, recompute=Recomputation.of(training.recompute))
-    with _naming_the_line("this model"):
+    with naming_the_line("the memory of this model", _MEASURED):
         return _traced(config, layout, training, stage, kind)
 
 
@@ -105,7 +106,7 @@ def estimate_module(
     name = type(module).__name__
     stages = []
     for stage in range(layout.pp):
-        with _naming_the_line(name):
+        with naming_the_line(f"the memory of {name}", _MEASURED):
             lone = LoneStage.of_module(
                 module, batch, layout, training, stage, kind, plans or ModulePlans()
             )
@@ -114,7 +115,7 @@ def estimate_module(
 
 
 @contextmanager
-def _naming_the_line(name: str) -> Iterator[None]:
+def naming_the_line(what: str, remedy: str) -> Iterator[None]:
     """Raise an error that names the line of the user's code at which a trace has failed."""
     try:
         yield
@@ -125,9 +126,8 @@ def _naming_the_line(name: str) -> Iterator[None]:
         own = [frame for frame in frames if not (runs_torch(frame) or runs_package(frame))]
         where = f" at {Line.of(own[-1])}" if own else ""
         raise UnsupportedError(
-            f"the memory of {name} cannot be estimated, because its code does not run on tensors "
-            f"without elements{where}: {type(error).__name__}: {error}. Measure it with "
-            "MemoryReport in a short run."
+            f"{what} cannot be estimated, because its code does not run on tensors without "
+            f"elements{where}: {type(error).__name__}: {error}. {remedy}"
         ) from error
 
 

@@ -35,7 +35,7 @@ from lightning_megatron.optimizer.reduction import GradientReducer
 from lightning_megatron.optimizer.sharding import DistributedOptimizerConfig
 from lightning_megatron.pipeline.microbatch import Microbatch, count_tokens, split_batch
 from lightning_megatron.plan.budget import TrainingShape
-from lightning_megatron.plan.custom_schedule import build_order
+from lightning_megatron.plan.custom_schedule import OrderOfPasses, build_order
 from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.recomputation import Recomputation
@@ -195,14 +195,11 @@ class LoneStage:
         for buffer in main.buffers:
             parts = buffer.parameters, buffer.gradients, buffer.main_parameters
             device.leave_out([part for part in parts if part is not None])
-        # Later microbatches repeat what the first ones of a pipeline do, unless all are kept.
-        named = NAMED_SCHEDULES.get(str(training.schedule))
-        repeats = named is not None and not named.keeps_all
-        most = 4 * layout.pp if repeats else training.num_microbatches
+        order = training.schedule
         schedule = build_order(
-            training.schedule,
+            order,
             layout.pp,
-            min(training.num_microbatches, most),
+            repeated_after(order, layout.pp, training.num_microbatches),
             layout.vpp,
             training.microbatch_group_size,
         )
@@ -220,6 +217,13 @@ class LoneStage:
                 if model.weight_casts is not None and shares_casts:
                     stack.enter_context(model.weight_casts.shared())
             yield
+
+
+def repeated_after(order: OrderOfPasses, num_stages: int, num_microbatches: int) -> int:
+    """Return a number of first microbatches that later ones of a step repeat: all if none do."""
+    named = NAMED_SCHEDULES.get(str(order))
+    repeats = named is not None and not named.keeps_all
+    return min(num_microbatches, 4 * num_stages) if repeats else num_microbatches
 
 
 def _mesh_of_stage(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.actions import Kind
+from lightning_megatron.plan.actions import Action, Kind
 from lightning_megatron.plan.schedule import Schedule
 
 WEIGHT_HALF_SHARE = 32 / 34
@@ -43,13 +43,18 @@ class LiveMicrobatches:
 
 def live_microbatches(schedule: Schedule, rank: int) -> LiveMicrobatches:
     """Count the microbatches that a stage keeps at the peak of each chunk, and of all together."""
-    row = schedule.actions(rank)
-    live = [0] * schedule.num_chunks
-    due = [0] * schedule.num_chunks
-    slots = [0] * schedule.num_chunks
-    waiting = [0] * schedule.num_chunks
+    row = () if schedule.forward_only else schedule.actions(rank)
+    return live_in_row(row, schedule.num_chunks)
+
+
+def live_in_row(row: Iterable[Action], num_chunks: int) -> LiveMicrobatches:
+    """Count the microbatches that a stage keeps, as :func:`live_microbatches` does."""
+    live = [0] * num_chunks
+    due = [0] * num_chunks
+    slots = [0] * num_chunks
+    waiting = [0] * num_chunks
     total = 0
-    for action in () if schedule.forward_only else row:
+    for action in row:
         chunk = action.chunk
         live[chunk] += LIVE_CHANGE[action.kind]
         due[chunk] += {"F": 0, "B": 0, "I": 1, "W": -1}[action.kind]

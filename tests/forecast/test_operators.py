@@ -12,10 +12,10 @@ from lightning_megatron.forecast.operator_trace import Operator
 from lightning_megatron.forecast.traced_parts import (
     LayerKind,
     kinds_of_layers,
-    only,
     only_training,
     smallest_layout,
     trace_stage,
+    with_layers,
 )
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.budget import TrainingShape
@@ -138,8 +138,8 @@ def test_layers_of_a_kind_are_traced_once_and_as_in_their_model():
     assert [kind.layer for kind in kinds] == [0, 1, 2, 1]
     assert [kind.layer for kind in other] == [4, 5]
     assert kinds[0] == LayerKind(0, True, ("full",))
-    assert only(config, kinds[0], 2).experts is None
-    windowed = only(config, kinds[2], 2)
+    assert with_layers(config, [kinds[0].layer] * 2).experts is None
+    windowed = with_layers(config, [kinds[2].layer] * 2)
     assert (windowed.window_of(1), windowed.has_experts_in(1)) == (64, True)
     assert only_training(training, kinds[2], "1f1b").recompute.is_off
     assert only_training(training, other[1], "1f1b").fp8 is None

@@ -109,7 +109,7 @@ BUDGETS: dict[str, int] = {
     "cli": 3500,
     "data": 3860,
     "experts": 3330,
-    "forecast": 2130,
+    "forecast": 2100,
     "generation": 930,
     "graphs": 2540,
     "groups": 2550,
