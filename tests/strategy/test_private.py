@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
 import lightning_megatron
 from lightning_megatron.strategy import private
@@ -47,6 +48,9 @@ TRAINER_ATTRIBUTES = (
     ("fit_loop", "_skip_backward"),
     ("", "log_every_n_steps"),
     ("fit_loop.epoch_loop", "_batches_that_stepped"),
+    ("", "_results"),
+    ("", "_logger_connector"),
+    ("_logger_connector", "_first_loop_iter"),
     ("fit_loop", "on_advance_end"),
     ("fit_loop.epoch_loop.val_loop", "on_run_start"),
     ("fit_loop.epoch_loop.val_loop", "_store_dataloader_outputs"),
@@ -98,6 +102,7 @@ def test_replaced_methods_have_the_expected_arguments():
         (loop._make_closure, "kwargs optimizer batch_idx"),
         (loop._training_step, "kwargs"),
         (Closure.__init__, "step_fn backward_fn zero_grad_fn"),
+        (_ResultCollection.update_metrics, "key value batch_size"),
         (ModelCheckpoint.file_exists, "filepath trainer"),
         (ModelCheckpoint._link_checkpoint, "trainer filepath linkpath"),
         (averaging._swap_models, "pl_module"),

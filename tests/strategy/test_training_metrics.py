@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import time
 from pathlib import Path
 from typing import Any
@@ -138,3 +139,26 @@ def test_a_step_that_reads_values_has_no_flops_and_says_why(tmp_path, monkeypatc
     assert len(messages) == 1
     assert messages[0].startswith("No FLOPs are logged")
     assert "train/tflops_per_gpu" in fit(tmp_path, TrainingMetrics()).callback_metrics
+
+
+def test_each_step_and_epoch_logs_its_own_values_beside_those_of_other_callbacks(tmp_path):
+    class Other(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+            pl_module.log("other", float(trainer.global_step))
+
+    class Rates(Line):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": falling, "interval": "step"},
+            }
+
+    logger = CSVLogger(tmp_path, "metrics")
+    limits: dict[str, Any] = {"max_steps": 6, "limit_train_batches": 3}
+    fit(tmp_path, TrainingMetrics(), Other(), module=Rates(), logger=logger, **limits)
+    rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
+    rates = [float(row["train/learning_rate"]) for row in rows if row["train/learning_rate"]]
+    assert rates == pytest.approx([rates[0] / step for step in range(1, 7)])
+    assert [float(row["other"]) for row in rows if row["other"]] == [1, 2, 3, 4, 5, 6]

@@ -31,6 +31,7 @@ from lightning_megatron.strategy.private.loops import (
     accumulates,
     is_logged,
     is_overridden,
+    log_step_values,
     replace_method,
     total_batch_index,
 )
@@ -222,7 +223,7 @@ class TrainingMetrics(Callback):
                 for name, value in self.values.items()
                 if name in self.metrics or name.rpartition("/")[0] in self.metrics
             }
-            pl_module.log_dict(chosen, on_step=True, on_epoch=False)
+            log_step_values(trainer, pl_module, chosen)
 
     def _add(self, batch: Any) -> None:
         """Add the work of a batch, of which the host knows the shapes alone."""

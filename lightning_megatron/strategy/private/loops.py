@@ -119,6 +119,23 @@ def is_logged(trainer: Trainer) -> bool:
     return every > 0 and (logged_step(trainer) + 1) % every == 0
 
 
+def log_step_values(trainer: Trainer, module: LightningModule, values: dict[str, Tensor]) -> None:
+    """Log scalars of a step as ``log_dict(values, on_step=True, on_epoch=False)`` does, faster.
+
+    ``log`` moves all tensors of a metric to the device of each new value, which takes half a
+    millisecond for each of them while the device may have nothing to do. A metric that has been
+    logged before in the epoch takes the value as it is.
+    """
+    results = trainer._results
+    is_first_batch = trainer._logger_connector._first_loop_iter is not False
+    for name, value in values.items():
+        key = f"{module._current_fx_name}.{name}"
+        if results is None or is_first_batch or key not in results:
+            module.log(name, value, on_step=True, on_epoch=False)
+        else:
+            results.update_metrics(key, value, batch_size=1)
+
+
 def searches_learning_rate(trainer: Trainer) -> bool:
     """Return whether this fit is one of the Tuner's, in which losses are expected to explode."""
     return bool(callbacks_of(trainer, LRSearch))
