@@ -103,6 +103,10 @@ settings of a class, such as those of the strategy, of the default model and of 
 """
 
 
+#: What prints the lines of ``fit --json``.
+_JSON_BAR = "lightning_megatron.TokensProgressBar"
+
+
 class _RecipeParser(OptionParser, LightningArgumentParser):
     """Parser of the Trainer's commands."""
 
@@ -169,6 +173,14 @@ class MegatronCLI(RecipeCLI):
         self._parsers.append(parser)
         # The key of a file that changes another recipe, which `with_recipe_paths` has put before.
         parser.add_argument("--recipe", type=str, default=SUPPRESS, help=SUPPRESS)
+        if len(self._parsers) == 1:
+            # That of fit.
+            parser.add_argument(
+                "--json",
+                action="store_true",
+                default=SUPPRESS,
+                help="Print an object of JSON for each logged step, in place of a bar or lines.",
+            )
         if self.model_class is LightningModule:
             parser.set_defaults({"model": {"class_path": "lightning_megatron.CausalLM"}})
         if self.datamodule_class is LightningDataModule:
@@ -218,6 +230,12 @@ class MegatronCLI(RecipeCLI):
         # If a setting accepts several types, the parser's error describes only the first type. The
         # strategy's own error is more useful, so the strategy is constructed once before.
         settings = self.config if self.subcommand is None else self.config[self.subcommand]
+        if settings.get("json"):
+            callbacks = settings["trainer"].get("callbacks") or []
+            others = callbacks if isinstance(callbacks, list) else [callbacks]
+            bar = Namespace(class_path=_JSON_BAR, init_args=Namespace(refresh_rate=10, json=True))
+            others = [one for one in others if not one.class_path.endswith("ProgressBar")]
+            settings["trainer"]["callbacks"] = [bar, *others]
         chosen = settings["trainer"].get("strategy")
         if isinstance(chosen, Namespace) and chosen.class_path in _STRATEGY_PATHS:
             try:

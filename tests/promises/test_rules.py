@@ -120,7 +120,7 @@ BUDGETS: dict[str, int] = {
     "optimizer": 3130,
     "pipeline": 800,
     "plan": 3700,
-    "strategy": 13830,
+    "strategy": 13860,
     "swap": 8960,
     "tasks": 4520,
 }

@@ -19,6 +19,7 @@ from lightning_megatron.pipeline.microbatch import count_tokens
 from lightning_megatron.strategy.callbacks import progress
 from lightning_megatron.strategy.callbacks.progress import TokensProgressBar, count_steps
 from lightning_megatron.strategy.callbacks.training_metrics import count_replicas
+from lightning_megatron.strategy.cli import MegatronCLI
 from tests.cli_modules import Line, Points
 
 TOKENS = torch.zeros(3, 5, dtype=torch.long)
@@ -125,3 +126,20 @@ def test_tokens_bar_does_not_convert_logged_values_at_every_step(
     assert converted == []
     fit(tmp_path, TQDMProgressBar(), strategy=MegatronStrategy(), **options)
     assert len(converted) >= 8
+
+
+def test_the_option_json_of_fit_prints_objects_alone_in_the_place_of_the_bars(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    bar = "{class_path: TQDMProgressBar}"
+    recipe.write_text(
+        f"trainer: {{accelerator: cpu, devices: 1, logger: false, max_steps: 4, log_every_n_steps: 2,\n"
+        f"  enable_checkpointing: false, enable_model_summary: false, default_root_dir: {tmp_path},\n"
+        f"  callbacks: [{bar}]}}\n"
+        "model: {class_path: tests.cli_modules.Line}\n"
+        "data: {class_path: tests.cli_modules.Points, init_args: {context: 8}}\n"
+    )
+    cli = MegatronCLI(args=["fit", "-c", str(recipe), "--json"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["step"], line["steps"]) for line in lines] == [(2, 4), (4, 4)]
+    assert all(line["train_loss"] > 0 and line["train/tokens_per_second"] > 0 for line in lines)
+    assert not any(type(one) is TQDMProgressBar for one in cli.trainer.callbacks)
