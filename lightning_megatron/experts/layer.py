@@ -32,7 +32,12 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.parameters.init import Initializer
 from lightning_megatron.layers.recompute import recomputed
 from lightning_megatron.plan.expert_clones import ExpertClones
-from lightning_megatron.plan.experts import ExpertsConfig, Transport
+from lightning_megatron.plan.experts import (
+    ExpertsConfig,
+    Transport,
+    rows_received,
+    worst_factor,
+)
 from lightning_megatron.plan.model_shape import Activation
 from lightning_megatron.shapes import Float, Int
 
@@ -95,6 +100,8 @@ class MixtureOfExperts(nn.Module):
         self.rank_rows = RankRows(mesh.device)
         #: Limit on the rows of this rank's experts; None without one.
         self.row_limit: LayerRows | None = None
+        #: Whether graphs hold the experts, so that the host may not read their sizes.
+        self.needs_static = False
         #: Whether the backward pass recomputes the activations of the experts.
         self.recomputes_experts = False
         #: Whether the backward pass sends and sorts the inputs of the experts again.
@@ -106,10 +113,10 @@ class MixtureOfExperts(nn.Module):
     def transport_choice(self) -> TransportChoice:
         """Return the transport of the layer's tokens, with the reason for its choice.
 
-        It is chosen again after a change of the mesh, the transport, the limit or the places for
-        clones.
+        It is chosen again after a change of the mesh or of these settings: the transport, the
+        places for clones, the limit, and whether sizes must be static.
         """
-        settings = (self.transport, self.clones, self.row_limit)
+        settings = (self.transport, self.clones, self.row_limit, self.needs_static)
         chosen = self._chosen
         if chosen is None or chosen[0] is not self.mesh or chosen[1] != settings:
             choice = choose_transport(
@@ -121,9 +128,25 @@ class MixtureOfExperts(nn.Module):
                 clones=self.clones,
                 matrices=self.experts.matrices,
                 limit=self.row_limit,
+                needs_static=self.needs_static,
             )
             self._chosen = chosen = self.mesh, settings, choice
         return chosen[2]
+
+    def transport_reason(self, dtype: torch.dtype) -> str:
+        """Return the reason for the transport of tokens of a dtype, its traffic and its buffers."""
+        choice = self.transport_choice
+        if choice.transport == "none":
+            return choice.reason
+        ep = self.mesh.ep.size
+        row = self.router.weight.shape[1] * dtype.itemsize
+        received = rows_received(choice.transport, self.config, ep) * row
+        reason = f"{choice.reason}; a rank receives {received:,.0f} bytes for each of its tokens"
+        if choice.transport == "all_to_all":
+            return reason
+        limit = self.row_limit
+        factor = worst_factor(self.config, ep) if limit is None else limit.limit.factor
+        return f"{reason}, with buffers of {factor:g} times the even share"
 
     def forward(
         self, hidden: Float[Tensor, "seq_local batch hidden"]

@@ -128,6 +128,11 @@ class CudaGraphs:
         """Return the number of shapes that are captured for each kind of step (shapes)."""
         return self.max_shapes if self.on_new_shape == "capture" else 1
 
+    @property
+    def holds_transport(self) -> bool:
+        """Return whether graphs must hold the transport of experts, whose sizes are then static."""
+        return self.mode == "full" or "experts" in self.scopes
+
     def captures(self, scope: GraphScope) -> bool:
         """Return whether a part of a model should be captured if it is static."""
         return "all" in self.scopes or scope in self.scopes
@@ -217,9 +222,7 @@ def _reasons(graphs: CudaGraphs, conditions: GraphConditions) -> Iterator[str]:
             "which keeps all microbatches of a step at once, so that each needs graphs and memory "
             "of its own. Use schedule '1f1b', or 'interleaved' with vpp above 1."
         )
-    if conditions.transport == "all_to_all" and (
-        graphs.mode == "full" or "experts" in graphs.scopes
-    ):
+    if conditions.transport == "all_to_all" and graphs.holds_transport:
         what = "mode full" if graphs.mode == "full" else "scope experts"
         yield (
             f"cuda_graphs with {what} needs messages of static size: experts.transport is "

@@ -1,5 +1,5 @@
-"""Configuration of a mixture of experts, the choice of the transport for its tokens, and the
-sizes of the buffers that contain them.
+"""Configuration of a mixture of experts, the rows that transports of its tokens move, and the sizes
+of the buffers that contain them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_megatron.plan.settings import (
 
 Scoring = Literal["softmax", "sigmoid"]
 BalanceScope = Literal["microbatch", "sequence", "global"]
-#: ``auto`` means a transport with static sizes if top_k >= ep, else an all-to-all.
+#: ``auto`` means puts between GPUs that can, else an all-gather, or an all-to-all if top_k < ep.
 Transport = Literal["auto", "all_gather", "all_to_all", "one_sided"]
 ChosenTransport = Literal["none", "all_gather", "all_to_all", "one_sided"]
 #: Limits are multiples of the tile of a grouped product (rows).
@@ -199,32 +199,28 @@ class ExpertsConfig:
             )
 
 
-def transport_over_ep(
-    top_k: int,
-    ep: int,
-    transport: Transport = "auto",
-    *,
-    can_put: bool = False,
-    is_limited: bool = False,
-) -> ChosenTransport:
-    """Choose the transport of tokens to the ranks that share the experts of a layer.
+def rows_received(transport: ChosenTransport, config: ExpertsConfig, ep: int) -> float:
+    """Return the rows of features that a rank receives from others for each of its own tokens.
 
-    With an all-gather each rank receives the tokens of ep - 1 others. With an all-to-all it
-    receives top_k / ep times as many rows, and with one-sided puts only those rows of an all-gather
-    that its experts need. With an all-gather or puts, expert buffers are sized for the worst
-    routing, so "auto" selects neither if an all-to-all moves fewer rows, unless the rows are
-    limited.
-
-    Args:
-        top_k: Number of experts for each token (experts).
+    This is the mean over ranks if all experts are equally popular. An all-gather brings the tokens
+    of all ranks, an all-to-all one row for each selection, and puts each token once to every rank
+    that has some of its experts, which is never more than either.
     """
-    if ep == 1:
-        return "none"
-    if transport != "auto":
-        return transport
-    if top_k < ep and not is_limited:
-        return "all_to_all"
-    return "one_sided" if can_put else "all_gather"
+    others = ep - 1
+    if transport == "none":
+        return 0.0
+    if transport == "all_gather":
+        return float(others)
+    if transport == "all_to_all":
+        return config.top_k * others / ep
+    elsewhere = config.num_experts - config.num_experts // ep
+    without = math.comb(elsewhere, config.top_k) / math.comb(config.num_experts, config.top_k)
+    return others * (1.0 - without)
+
+
+def worst_factor(config: ExpertsConfig, ep: int) -> float:
+    """Return the rows that a rank has in the worst routing, as a multiple of the even share."""
+    return ep * min(config.top_k, config.num_experts // ep) / config.top_k
 
 
 def limited_rows(factor: float, share: int) -> int:

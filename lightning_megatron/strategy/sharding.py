@@ -163,6 +163,8 @@ def start_layers(
     check_experts(module, models, mesh, options.recompute)
     for model in models:
         check_places(model.config, options)
+    experts = options.experts
+    holds_transport = options.graphs is not None and options.graphs.holds_transport
     return LayerStates(
-        models, mesh, options.experts.transport, options.experts.rows, options.clones
+        models, mesh, experts.transport, experts.rows, options.clones, holds_transport
     )

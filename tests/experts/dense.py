@@ -49,7 +49,9 @@ def draw(*names: object, shape: tuple[int, ...]) -> Tensor:
 
 def route(case: str, num_tokens: int, size: int, num_experts: int, *names: object) -> Routed:
     """Draw tokens, and random or extreme choices of experts."""
-    top_k = {"all to one": 1, "every expert": num_experts}.get(case, min(3, num_experts))
+    top_k = {"all to one": 1, "one expert": 1, "every expert": num_experts}.get(
+        case, min(3, num_experts)
+    )
     scores = draw("scores", case, *names, shape=(num_tokens, num_experts))
     if case == "all to one":
         scores[:, 1] += 100.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.experts.transport import choose_transport as choosing
 from lightning_megatron.experts.transport import peer_transfer
 from lightning_megatron.experts.transport.choose_transport import choose_transport
@@ -26,6 +28,7 @@ from lightning_megatron.experts.transport.row_limit import LayerRows, RowLimit, 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.expert_clones import ExpertClones
+from lightning_megatron.plan.experts import ExpertsConfig, rows_received, worst_factor
 from lightning_megatron.plan.shards import ShardRange
 from tests.clone_oracle import ClonePlan, physical_experts, plan_clones
 from tests.plan.clone_draws import DrawnSelections, drawn_counts, drawn_selections
@@ -45,6 +48,37 @@ def test_the_choice_of_a_dispatcher_has_its_reason():
         choice = choose_transport(4, top_k, mesh, transport)  # type: ignore[arg-type]
         assert isinstance(choice.dispatcher, kind)
         assert reason in choice.reason
+    captured = choose_transport(4, 1, mesh, needs_static=True)
+    assert captured.transport == "all_gather"
+    assert "graphs of experts need static sizes; no puts: ranks are on cpu" in captured.reason
+
+
+def test_puts_move_the_fewest_rows_on_average_over_all_choices_of_experts():
+    for num_experts, top_k, ep in product((4, 8), (1, 2, 3), (2, 4)):
+        choices = list(combinations(range(num_experts), top_k))
+        size = num_experts // ep
+        ranks = sum(len({expert // size for expert in chosen}) for chosen in choices)
+        config = ExpertsConfig(num_experts=num_experts, top_k=top_k, ffn_hidden_size=8)
+        # One of the ep ranks is the token's own.
+        puts = ranks / len(choices) * (ep - 1) / ep
+        assert rows_received("one_sided", config, ep) == pytest.approx(puts, rel=1e-12)
+        assert rows_received("all_to_all", config, ep) == top_k * (ep - 1) / ep >= puts - 1e-12
+        assert rows_received("all_gather", config, ep) == ep - 1 >= puts
+        most = map_rows(torch.arange(top_k).expand(ep, -1), 0, size).num_rows
+        assert worst_factor(config, ep) * top_k == most
+
+
+def test_the_reason_names_bytes_and_buffers():
+    mesh = replace(ParallelMesh.single(), ep=MeshAxis("ep", (0, 1)))
+    config = ExpertsConfig(num_experts=4, top_k=1, ffn_hidden_size=8)
+    layer = MixtureOfExperts(16, config, mesh, transport="all_gather")
+    assert layer.transport_reason(torch.bfloat16).endswith(
+        "a rank receives 32 bytes for each of its tokens, with buffers of 2 times the even share"
+    )
+    layer.row_limit = LayerRows(RowLimit(1.25, mesh), 0, num_ranks=2)
+    assert layer.transport_reason(torch.bfloat16).endswith("of 1.25 times the even share")
+    layer.transport = "one_sided"
+    assert " 32 bytes" in layer.transport_reason(torch.float32)
 
 
 def make_gpu_mesh(monkeypatch: pytest.MonkeyPatch, reason_unavailable: str | None) -> ParallelMesh:
@@ -58,7 +92,9 @@ def make_gpu_mesh(monkeypatch: pytest.MonkeyPatch, reason_unavailable: str | Non
 def test_auto_chooses_puts_on_gpus_that_support_them(monkeypatch):
     for unavailable, top_k, has_shared, kind, reason in (
         (None, 2, False, "one_sided", "these GPUs write into each other's memory"),
-        (None, 1, False, "all_to_all", "top_k (1) is below ep (2)"),
+        (None, 1, False, "one_sided", "these GPUs write into each other's memory"),
+        (None, 1, True, "one_sided", "these GPUs write into each other's memory"),
+        ("ranks are far apart", 1, False, "all_to_all", "no puts: ranks are far apart"),
         (None, 2, True, "all_gather", "an all-gather overlaps with the shared expert"),
         ("ranks are far apart", 2, False, "all_gather", "no puts: ranks are far apart"),
     ):

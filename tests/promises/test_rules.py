@@ -108,7 +108,7 @@ BUDGETS: dict[str, int] = {
     "checkpoint": 2850,
     "cli": 3500,
     "data": 3860,
-    "experts": 3330,
+    "experts": 3350,
     "forecast": 2100,
     "generation": 930,
     "graphs": 2540,

@@ -31,6 +31,7 @@ from tests.graphs.jobs import (
 from tests.optimizer.fused_fits import SMALL, FusedLanguage, fused
 from tests.world import run_world
 
+ONE_EXPERT = replace(ROUTED, experts={**vars(ROUTED.experts), "top_k": 1})
 WIDE, SHORT = replace(SMALL, hidden_size=64), replace(LLAMA, num_layers=2)
 DELAYED = FP8("delayed", history=3, margin=1, emulate=True, parameters="fp8")
 LATE = {"optimizer.bucket_size": 2000, "optimizer.overlap_parameters": True}
@@ -71,6 +72,7 @@ JOBS: dict[str, tuple[Job, tuple[CudaGraphs, ...]]] = {
         (SEGMENTS,),
     ),
     "ep2, clones": (job(ROUTED, {"ep": 2, "experts.clones": 1}), (FULL,)),
+    "ep2, one expert": (job(ONE_EXPERT, {"ep": 2}), (FULL,)),
     "fp8 dp2, late": (
         job(
             SMALL,

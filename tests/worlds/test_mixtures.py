@@ -62,6 +62,7 @@ LAYERS = [
     ("plain", False, "auto", S, 1),
     ("capacity", False, "one_sided", S, 2),
     ("shared", False, "one_sided", S, 2),
+    *(("one choice", False, transport, S, 0) for transport in ("one_sided", "all_gather")),
     *((name, True, "auto", S, 0) for name in ("plain", "shared", "experts with biases")),
     ("plain", True, "one_sided", S, 1),
     ("plain", True, "all_to_all", S, 0),
@@ -77,6 +78,10 @@ DISPATCHES: list[tuple[dict[str, int], Transport, str, str]] = [
     ({"ep": 4}, "all_to_all", "all to one", "some"),
     ({"ep": 4}, "all_to_all", "random", "none"),
     ({"ep": 4}, "one_sided", "some without tokens", "some"),
+    *(
+        ({"ep": ep}, kind, "one expert", "some")
+        for ep, kind in ((2, "one_sided"), (4, "all_gather"), (4, "one_sided"))
+    ),
     ({"ep": 2, "etp": 2}, "all_gather", "random", "none"),
     ({"ep": 2, "etp": 2}, "one_sided", "every expert", "some"),
 ]

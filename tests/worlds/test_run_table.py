@@ -62,6 +62,7 @@ def test_a_script_prints_the_choices_of_experts_once() -> None:
     assert rows["products of experts"] == ("loop", "cpu: the host has the group sizes already")
     assert rows["expert transport"][0] == "all_to_all"
     assert "top_k (1) is below ep (2)" in rows["expert transport"][1]
+    assert re.search(r"receives [\d,]+ bytes for each of its tokens$", rows["expert transport"][1])
     # A CPU has no faster choice.
     assert "SpeedWarning" not in errors
 

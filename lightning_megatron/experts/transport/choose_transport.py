@@ -18,7 +18,7 @@ from lightning_megatron.experts.transport.row_limit import LayerRows
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.fused.choose_kernels import reason_against_puts
 from lightning_megatron.plan.expert_clones import ExpertClones, ExpertPlaces
-from lightning_megatron.plan.experts import ChosenTransport, Transport, transport_over_ep
+from lightning_megatron.plan.experts import ChosenTransport, Transport
 from lightning_megatron.plan.shards import ShardRange, even_range
 
 
@@ -45,16 +45,17 @@ def choose_transport(
     clones: ExpertClones | None = None,
     matrices: Matrices | None = None,
     limit: LayerRows | None = None,
+    needs_static: bool = False,
 ) -> TransportChoice:
     """Choose the transport of a layer's tokens.
 
-    An all-gather sends each rank the tokens of ``ep - 1`` other ranks; an all-to-all sends ``top_k
-    / ep`` times as many rows. One-sided puts send only the tokens of the rank's experts, with the
-    static sizes of an all-gather. They replace the all-gather on GPUs with peer access, unless the
-    all-gather can overlap with a shared expert. A limit on the rows of experts needs one of these
-    two, because the buffers of an all-to-all have exactly the received rows. With clones "auto"
-    means puts, and collectives in their place between CPUs, which also move the weights of clones:
-    only then are ``matrices`` needed.
+    One-sided puts move the fewest rows (:func:`~lightning_megatron.plan.experts.rows_received`),
+    and their sizes are static. They need GPUs with peer access, and cannot overlap with a shared
+    expert. Instead of them, an all-gather also has static sizes; but if ``top_k`` is below ``ep``,
+    it moves more rows than an all-to-all, whose sizes the host reads. A limit on the rows of
+    experts, and graphs of them (``needs_static``), exclude the all-to-all. With clones "auto" means
+    puts, and collectives in their place between CPUs, which also move the weights of clones: only
+    then are ``matrices`` needed.
 
     Communication: that of
         :func:`~lightning_megatron.layers.fused.choose_kernels.reason_against_puts`, where puts may
@@ -65,7 +66,8 @@ def choose_transport(
     )
     peers = None
     if clones is None:
-        resolved, why = _transport(top_k, mesh, transport, has_shared, limit is not None)
+        is_static = needs_static or limit is not None
+        resolved, why = _transport(top_k, mesh, transport, has_shared, is_static)
     else:
         clones.check(num_experts, mesh.ep.size)
         clones.check_transport(transport)
@@ -99,29 +101,28 @@ def _transport_of_clones(mesh: ParallelMesh) -> tuple[ChosenTransport, str]:
 
 
 def _transport(
-    top_k: int, mesh: ParallelMesh, requested: Transport, has_shared: bool, is_limited: bool
+    top_k: int, mesh: ParallelMesh, requested: Transport, has_shared: bool, needs_static: bool
 ) -> tuple[ChosenTransport, str]:
     """Return the transport over ep, and the reason for it."""
     ep = mesh.ep.size
     if ep == 1:
         return "none", "ep is 1: this rank has all experts"
     if requested != "auto":
-        return transport_over_ep(top_k, ep, requested), "asked for"
-    why = f"top_k ({top_k}) is {'at least' if top_k >= ep else 'below'} ep ({ep})"
-    if is_limited and top_k < ep:
-        why = "experts.rows limits buffers of static sizes"
-    if (top_k < ep and not is_limited) or mesh.device.type != "cuda":
-        return transport_over_ep(top_k, ep, is_limited=is_limited), why
+        return requested, "asked for"
+    gathers_few = top_k >= ep
+    why = f"top_k ({top_k}) is {'at least' if gathers_few else 'below'} ep ({ep})"
     # A put cannot overlap with the shared expert, an all-gather can.
     reason: str | None = "an all-gather overlaps with the shared expert"
-    if not has_shared:
+    if not (has_shared and gathers_few):
         reason = reason_against_puts(mesh.ep, mesh.device)
     if reason is None:
-        why += ", and these GPUs write into each other's memory"
-    else:
-        why += f"; no puts: {reason}"
-    can_put = reason is None
-    return transport_over_ep(top_k, ep, can_put=can_put, is_limited=is_limited), why
+        return "one_sided", "these GPUs write into each other's memory"
+    if needs_static and not gathers_few:
+        why = "experts.rows and graphs of experts need static sizes"
+    return (
+        "all_gather" if gathers_few or needs_static else "all_to_all",
+        f"{why}; no puts: {reason}",
+    )
 
 
 def _over_ep(

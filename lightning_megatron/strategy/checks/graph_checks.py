@@ -101,19 +101,8 @@ def check_static_experts(settings: CudaGraphs, module: nn.Module) -> None:
     for layer in module.modules():
         if not isinstance(layer, MixtureOfExperts):
             continue
-        choice = layer.transport_choice
-        if settings.captures("experts") and choice.transport != "all_to_all":
+        if settings.captures("experts") and layer.transport_choice.dispatcher.is_static:
             _check_products(layer)
-        if choice.transport == "all_to_all" and (
-            settings.mode == "full" or "experts" in settings.scopes
-        ):
-            what = "mode full" if settings.mode == "full" else "scope experts"
-            raise UnsupportedError(
-                f"cuda_graphs with {what} needs messages of static size: the transport of experts "
-                f"is {choice.transport} ({choice.reason}), with which the host reads in every "
-                "layer how many tokens each rank gets. Use experts.transport of one_sided or "
-                "all_gather, or mode segments without scope experts."
-            )
 
 
 def _check_products(layer: MixtureOfExperts) -> None:

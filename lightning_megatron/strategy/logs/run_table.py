@@ -402,8 +402,8 @@ def _module_choices(
                 rows.append(TableRow("context parallel", context.transport, context.reason))
         elif isinstance(part, MixtureOfExperts):
             rows += _product_choices(part, device, dtype)
-            transport = part.transport_choice
-            rows.append(TableRow("expert transport", transport.transport, transport.reason))
+            transport = part.transport_choice.transport
+            rows.append(TableRow("expert transport", transport, part.transport_reason(dtype)))
             if clones is not None:
                 value = f"at most {clones.places} per rank"
                 rows.append(TableRow("clones of experts", value, clones.reason_on(device.type)))

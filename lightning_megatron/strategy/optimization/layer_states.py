@@ -41,6 +41,7 @@ class LayerStates:
         rows: Limit on the rows of a rank's experts, as a multiple of the even share; None without
             a limit.
         clones: Places for clones of experts; None without clones.
+        needs_static: Whether CUDA graphs hold the transport of experts.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class LayerStates:
         transport: Transport,
         rows: float | None = None,
         clones: ExpertClones | None = None,
+        needs_static: bool = False,
     ) -> None:
         self._mesh = mesh
         self._transport = transport
@@ -69,6 +71,7 @@ class LayerStates:
         self.row_limit = None if rows is None else RowLimit(rows, mesh)
         for number, layer in self._layers.items():
             layer.transport = transport
+            layer.needs_static = needs_static
             layer.loss_weight = self.loss_weight or LossWeight()
             layer.clones = None if clones is None else clones.on(mesh.device.type)
             layer.row_limit = None
