@@ -27,7 +27,12 @@ from lightning_megatron.memory.pretended_device import PretendedDevice
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.fp8_layers import set_fp8, weights_in_eight_bits
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.models.layered import LayeredModule, layered_modules, neighbours_in
+from lightning_megatron.models.layered import (
+    LayeredModule,
+    join_frozen,
+    layered_modules,
+    neighbours_in,
+)
 from lightning_megatron.models.stage import PipelinedModule, pipelined_modules
 from lightning_megatron.nest import leaves
 from lightning_megatron.optimizer.main_parameters import MainParameters
@@ -163,6 +168,7 @@ class LoneStage:
             if dtype is not torch.float32:
                 module.to(dtype=dtype)
             module.to(device=device.device)
+            join_frozen(layered_modules(module))
             converts = dtype is not torch.float32 and not layered_modules(module)
             data = batch_without_elements(part.data, dtype if converts else None)
         microbatch = Microbatch(data, part.num_samples)

@@ -173,6 +173,7 @@ class PretendedDevice(LiveMemory):
         # Code compares the addresses of parts of one memory, which has none without elements.
         self._put(stack, torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata << 40)
         self._put(stack, Tensor, "data_ptr", _address_of)
+        stack.enter_context(patch.object(torch, "Generator", _Generator))
         constructors: Any = _device_constructors()
         for function in constructors:
             made = getattr(torch, function.__name__, None)
@@ -300,6 +301,13 @@ def _launch_swiglu(
     """Allocate the workspace of a grouped product that is fused with SwiGLU."""
     here.launched("grouped forward_swiglu", (result, rows, stack, ends, kept))
     torch.empty(workspace_bytes(ends.shape[0], _NUM_SMS), dtype=torch.uint8)
+
+
+class _Generator(torch.Generator):
+    """Generator on the host, for which a build of torch needs no other device."""
+
+    def __new__(cls, device: Any = None) -> _Generator:
+        return super().__new__(cls)
 
 
 class _Stream(SimpleNamespace):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,7 @@ from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.fp8.delayed import DelayedScales
 from lightning_megatron.layers.fp8.weight_casts import WeightCasts
 from lightning_megatron.layers.offload import HostOffload
+from lightning_megatron.layers.parameters.gradient_slot import neighbours_as_one, stacked_view
 from lightning_megatron.layers.parameters.init import initialize_
 from lightning_megatron.layers.parameters.parameter_stack import ParameterStack
 from lightning_megatron.layers.recomputed_block import recompute_parts
@@ -316,3 +317,24 @@ def neighbours_in(model: nn.Module, names: Mapping[int, str]) -> Iterator[tuple[
             stack = (*part.biases(part.first_name), *part.biases("down"))
         if stack:
             yield tuple(names[id(parameter)] for parameter in stack)
+
+
+def join_frozen(models: Iterable[nn.Module]) -> None:
+    """Move frozen parameters that a layer reads as one tensor side by side in memory.
+
+    Flat buffers hold trained ones so. A conversion separates those that are frozen, which every
+    pass would otherwise copy, and keep until its backward pass.
+    """
+    for part in (part for model in models for part in model.modules()):
+        groups: Sequence[Sequence[Tensor]] = ()
+        if isinstance(part, ParameterStack):
+            groups = [part.parts]
+        elif isinstance(part, GroupedMLP):
+            groups = part.matrices()
+        for group in groups:
+            is_apart = stacked_view(group) is None and neighbours_as_one(group) is None
+            if is_apart and not any(parameter.requires_grad for parameter in group):
+                whole = torch.cat([parameter.detach() for parameter in group])
+                rows = [len(parameter) for parameter in group]
+                for parameter, joined in zip(group, whole.split(rows), strict=True):
+                    parameter.data = joined

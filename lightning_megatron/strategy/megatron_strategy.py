@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from lightning_megatron.experts.routing.statistics import StepStatistics
 from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.cuda import RunStream
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.layered import LayeredModule, join_frozen
 from lightning_megatron.optimizer.ties import name_copies_as_originals
 from lightning_megatron.pipeline.microbatch import is_cut
 from lightning_megatron.plan.cuda_graphs import CudaGraphs, GraphMode
@@ -361,7 +362,7 @@ class MegatronStrategy(RankStrategy):
         if self.is_fitting:
             update_callbacks(trainer, self.user_module, self.layout, self.options)
         layers = start_layers(self.user_module, models, self.mesh, self.options)
-        self._convert_module(has_models=bool(models))
+        self._convert_module(models)
         if self.is_fitting:
             self._create_optimizers(trainer)
         self._begin_run(layers)
@@ -369,12 +370,13 @@ class MegatronStrategy(RankStrategy):
             memory = estimate_before_batches(self.run, self.optimizers, *self._batches)
             show_choices(self.user_module, self.mesh, self.options, self.precision_plugin, *memory)
 
-    def _convert_module(self, has_models: bool) -> None:
+    def _convert_module(self, models: Sequence[LayeredModule]) -> None:
         """Move the module to its device and precision."""
         precision = self.precision_plugin
-        precision.converts_inputs = not has_models
+        precision.converts_inputs = not models
         self.model = precision.convert_module(self.user_module)
         self.model_to_device()
+        join_frozen(models)
 
     def _create_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()

@@ -14,7 +14,19 @@ from lightning_megatron import ParallelLayout
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.memory.estimate import estimate_module
-from tests.memory.own_modules import MODULES, STEP, TOKENS, Nano, built, held_of, traced_of
+from tests.memory.own_modules import (
+    LENGTH,
+    MODULES,
+    SAMPLES,
+    STEP,
+    TEXT,
+    TOKENS,
+    Nano,
+    adapted_llama,
+    built,
+    held_of,
+    traced_of,
+)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -45,6 +57,23 @@ def test_estimates_of_all_stages_leave_the_module_as_it_was() -> None:
     assert module.num_calls == 0
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+class Drawing(Nano):
+    """A decoder that draws numbers with a generator of its device."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        draws = torch.Generator(self.device).manual_seed(batch_idx)
+        noise = torch.rand(SAMPLES, LENGTH, generator=draws, device=self.device)
+        kept = (noise > 0.1).long()
+        return super().training_step((batch[0] * kept, batch[1]), batch_idx)
+
+
+@pytest.mark.parametrize("make", [Drawing, adapted_llama])
+def test_a_module_can_be_traced_for_a_gpu_without_a_build_of_torch_for_gpus(make: Any) -> None:
+    batch = (TOKENS, TOKENS) if make is Drawing else TEXT
+    (estimate,) = estimate_module(make(), batch, ParallelLayout(1), STEP)
+    assert estimate.activations > 0
 
 
 class Sized(Nano):

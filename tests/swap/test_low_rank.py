@@ -13,9 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
+from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.layers.parameters.gradient_slot import stacked_view
+from lightning_megatron.layers.parameters.parameter_stack import ParameterStack
+from lightning_megatron.models.layered import join_frozen
 from lightning_megatron.swap import build_on_meta, parallelize
 from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
 from lightning_megatron.swap.tensors.mapping import TensorsInMemory
@@ -148,6 +152,26 @@ def test_adapters_with_patterns_and_other_scales_match_peft():
     settings |= {"layers_to_transform": [1, 2], "rank_pattern": {"v_proj": 5}}
     settings |= {"alpha_pattern": {"q_proj": 7}, "task_type": "CAUSAL_LM"}
     compare_adapters("llama", MESH, **settings)
+
+
+@pytest.mark.parametrize("case", ["llama", "mixtral"])
+def test_frozen_weights_that_a_conversion_separates_become_views_of_one_memory_again(case):
+    wrapped = swapped(adapted(exact_twin(case), **LINEAR), MESH).float()
+    gpt, call = wrapped.get_base_model().gpt, inputs()["whole"]
+    separate = wrapped(**call).logits
+    stacks = [part for part in gpt.modules() if isinstance(part, ParameterStack)]
+    experts = [part for part in gpt.modules() if isinstance(part, GroupedMLP)]
+    matrices = [weights for part in experts for weights in part.matrices()]
+    assert stacks
+    assert bool(experts) == (case == "mixtral")
+    for is_joined in (False, True):
+        for stack in stacks:
+            is_view = stack.concatenate().data_ptr() == stack.parts[0].data_ptr()
+            assert is_view == is_joined
+        for weights in matrices:
+            assert (stacked_view(weights) is not None) == is_joined
+        join_frozen([gpt])
+    assert torch.equal(wrapped(**call).logits, separate)
 
 
 def test_lora_dropout_applies_only_to_the_input_of_the_update():
