@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from operator import add, sub
 
 from lightning_megatron.forecast.traced_parts import form_of, smallest_layout, with_layers
-from lightning_megatron.memory.chunk_costs import ChunkCosts, ChunkTrace, StepPoint, moments
+from lightning_megatron.memory.chunk_costs import ChunkCosts, ChunkTrace, memory_at_peak, moments
 from lightning_megatron.memory.lone_stage import LoneStage, repeated_after
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.actions import Action
@@ -118,30 +118,22 @@ class TracedLayers:
         chunks = [one.costs for one in traced]
         actions = self._row(layout, training, stage)
         static = self._static(layout, training, stage)
-        owned = static["optimizer"] // max(1, training.state_bytes)
-        update = StepPoint("optimizer step", 0, 0, training.step_bytes * owned)
-        points = [*moments(actions, chunks), update]
-        worst = max(points, key=lambda point: point.kept + point.workspace)
-        shared = sum(one.held[-1] for one in traced)
-        most = max(point.in_flight for point in points)
         graphs = 0
         if training.cuda_graphs is not None:
             slots = live_in_row(actions, layout.vpp).slots
             kept = sum(number * chunk.kept for number, chunk in zip(slots, chunks, strict=True))
             graphs = kept + sum(chunk.backward - chunk.kept for chunk in chunks)
-        return StageMemory(
+        return memory_at_peak(
+            [*moments(actions, chunks)],
+            training.step_bytes * (static["optimizer"] // max(1, training.state_bytes)),
+            self._transfers(layout, training),
+            chunks,
             stage=stage,
-            moment=worst.name,
-            in_flight=worst.in_flight,
             num_parameters=static["parameters"] // training.parameter_bytes,
             **static,
-            activations=worst.kept,
-            workspace=worst.workspace,
-            communication=self._transfers(layout, training) if worst.in_flight else 0,
-            shared=shared,
+            shared=sum(one.held[-1] for one in traced),
             libraries=training.library_bytes,
             graphs=graphs,
-            host=most * max(chunk.host for chunk in chunks),
         )
 
     def _layers(

@@ -15,6 +15,7 @@ from lightning_megatron.models.stage import StageCursor
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.step_plans import TensorSpec, Trial
 from lightning_megatron.plan.actions import Action
+from lightning_megatron.plan.budget import StageMemory
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,11 @@ class StepPoint:
     kept: int
     workspace: int
 
+    @property
+    def size(self) -> int:
+        """Return the memory besides permanent memory (bytes)."""
+        return self.kept + self.workspace
+
 
 def moments(actions: Iterable[Action], chunks: Sequence[ChunkCosts]) -> Iterator[StepPoint]:
     """Yield the moments of the largest memory in each action of a stage.
@@ -79,6 +85,36 @@ def moments(actions: Iterable[Action], chunks: Sequence[ChunkCosts]) -> Iterator
             kept += costs.waiting
         else:
             num_kept -= 1
+
+
+def memory_at_peak(
+    passes: Sequence[StepPoint],
+    update: int,
+    transfers: int,
+    chunks: Sequence[ChunkCosts],
+    **parts: int,
+) -> StageMemory:
+    """Return the memory of a stage at its fullest moment.
+
+    Args:
+        passes: Moments of the passes of a step.
+        update: What the optimizer step needs (bytes).
+        transfers: What a stage receives while it sends (bytes).
+        chunks: Costs of the stage's chunks.
+        parts: All else, which is the same at all moments.
+    """
+    points = [*passes, StepPoint("optimizer step", 0, 0, update)]
+    worst = max(points, key=lambda point: point.size)
+    most_in_flight = max(point.in_flight for point in passes)
+    return StageMemory(
+        moment=worst.name,
+        in_flight=worst.in_flight,
+        activations=worst.kept,
+        workspace=worst.workspace,
+        communication=transfers if worst.in_flight else 0,
+        host=most_in_flight * max(chunk.host for chunk in chunks),
+        **parts,
+    )
 
 
 class ChunkTrace:

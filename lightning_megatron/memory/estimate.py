@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
-from lightning_megatron.memory.chunk_costs import ChunkTrace, StepPoint, moments
+from lightning_megatron.memory.chunk_costs import ChunkTrace, memory_at_peak, moments
 from lightning_megatron.memory.graph_pools import segment_bytes
 from lightning_megatron.memory.lone_stage import LoneStage, ModulePlans
 from lightning_megatron.models.config import GPTConfig
@@ -139,48 +139,38 @@ def _traced(
 
 
 def _memory_of(lone: LoneStage, training: TrainingShape, stage: int) -> StageMemory:
-    device = lone.device
-    actions = lone.schedule.actions(stage)
+    graphs = training.cuda_graphs
     with lone.batch(training.shares_casts):
         traces = [ChunkTrace(lone, chunk) for chunk in range(lone.mesh.layout.vpp)]
         for trace in traces:
             trace.run()
-        permanent = device.now
+        permanent = lone.device.now
         chunks = [trace.run() for trace in traces]
         pools = 0
-        if training.cuda_graphs is not None and training.cuda_graphs.mode == "segments":
-            pools = segment_bytes(lone, training.cuda_graphs)
-    owned = sum(buffer.plan.shard_size for buffer in lone.main.buffers)
-    points = [
-        *moments(actions, chunks),
-        StepPoint("optimizer step", 0, 0, training.step_bytes * owned),
-    ]
-    worst = max(points, key=lambda point: point.kept + point.workspace)
-    most_in_flight = max(point.in_flight for point in points)
-    host_of_chunk = max(chunk.host for chunk in chunks)
-    main = lone.main
-    static = main.memory()
-    if training.gradient_bytes == 0:
-        static["gradients"] = 0
+        if graphs is not None and graphs.mode == "segments":
+            pools = segment_bytes(lone, graphs)
+    passes = [*moments(lone.schedule.actions(stage), chunks)]
     # A stage receives tensors while it sends others.
     transfers = 2 * max(trace.crossing for trace in traces)
-    if training.cuda_graphs is not None and training.cuda_graphs.mode == "full":
+    if graphs is not None and graphs.mode == "full":
         # The one pool holds what an eager step needs, and all microbatches are copied.
-        pools = max(point.kept + point.workspace for point in points[:-1]) + transfers
+        pools = max(point.size for point in passes) + transfers
         num_tokens = training.num_microbatches * count_tokens(lone.microbatch.data)
         pools += num_tokens * training.input_bytes
-    return StageMemory(
+    main = lone.main
+    owned = sum(buffer.plan.shard_size for buffer in main.buffers)
+    static = main.memory() | {"optimizer": owned * training.state_bytes}
+    if training.gradient_bytes == 0:
+        static["gradients"] = 0
+    return memory_at_peak(
+        passes,
+        training.step_bytes * owned,
+        transfers,
+        chunks,
         stage=stage,
-        moment=worst.name,
-        in_flight=worst.in_flight,
         num_parameters=sum(main.parameter(name).numel() for name in main.names),
         **static,
-        optimizer=owned * training.state_bytes,
-        activations=worst.kept,
-        workspace=worst.workspace,
-        communication=transfers if worst.name != "optimizer step" else 0,
         shared=permanent,
         libraries=training.library_bytes,
         graphs=pools,
-        host=most_in_flight * host_of_chunk,
     )
