@@ -41,6 +41,31 @@ def make_layer(kind: Any = ColumnParallelLinear, dtype: torch.dtype = torch.floa
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_frozen_weight_multiplies_all_positions_of_all_samples_in_one_product(kind):
+    layer = make_layer(kind).requires_grad_(False)
+    # As attention leaves it: each sample is a block of memory.
+    x = draw(B, S, D).requires_grad_()
+    with Products() as products:
+        output = layer(x.transpose(0, 1))
+        output.backward(draw(S, B, F_OUT, seed=2))
+    assert products.names == {"mm", "addmm"}
+    assert_equal(output, F.linear(x, layer.weight, layer.bias).transpose(0, 1), "output")
+
+
+class Products(TorchDispatchMode):
+    """Record of the products of matrices inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        self.names |= {name} & {"mm", "addmm", "bmm", "baddbmm"}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_frozen_parameters_and_inputs_get_no_gradient(kind):
     grad = draw(S, B, F_OUT, seed=2)
     for frozen in ({"weight"}, {"bias"}, {"weight", "bias"}, {"input"}, {"input", "bias"}):

@@ -22,10 +22,13 @@ def linear(
 
     Without gradients, a kernel multiplies a single token of a half type on a GPU: it reads the
     weight at the speed of memory, which products of matrices reach for large weights only.
+
+    A hidden state whose tokens do not lie in a row, as attention leaves it for several samples, is
+    copied first: torch would multiply it by a frozen weight position by position.
     """
     kernels = fused_kernels(hidden) if _is_vector(hidden, weight, bias) else None
     if kernels is None:
-        return F.linear(hidden, weight, bias)
+        return F.linear(hidden.contiguous(), weight, bias)
     product: Tensor = kernels.multiply_vector(
         hidden.view(-1), weight, bias, is_stored=is_stored(weight)
     )
