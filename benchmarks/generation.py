@@ -3,7 +3,7 @@
     python -m benchmarks.generation --shape llama3_8b --batch 1 8 32
     torchrun --nproc-per-node 4 -m benchmarks.generation --batch 1 8 32
 
-The model has random bfloat16 weights with a shape of benchmarks/finetune.py. After prompts of
+The model has random bfloat16 weights with a published shape. After prompts of
 ``--prompt`` tokens, it generates ``--new`` tokens greedily. The time of a token is the mean over
 later new tokens; the pass over the prompt has a separate column. The bound is the time to read this
 GPU's weights of all layers and the head, and keys and values of average length, once, at the speed
@@ -23,14 +23,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.finetune import SHAPES
 from benchmarks.measure import heading, option_parser
+from benchmarks.recipe_speeds import MODELS, shrunk
 from lightning_megatron import GPT, GenerationSettings
 from lightning_megatron.generation.decoding import generated_tokens, gpt_of
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import parallelize
 
+SHAPES = {"llama3_8b": MODELS["llama3_8b"], "tiny": shrunk(MODELS["llama3_8b"])}
 TITLES = ("batch", "passes", "prompt, ms", "ms a token", "tokens/s", "bound, ms", "of the bound")
 
 
@@ -125,7 +126,7 @@ def main() -> None:
     """Print the table."""
     args = read_options()
 
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -134,8 +135,8 @@ def main() -> None:
     torch.cuda.empty_cache()
     torch.manual_seed(1234)
     with torch.device("cuda"):
-        config = LlamaConfig(**SHAPES[args.shape])
-        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+        config = AutoConfig.for_model(**SHAPES[args.shape])
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     results: dict[tuple[int, str], tuple[float, float]] = {}

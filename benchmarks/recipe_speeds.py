@@ -49,11 +49,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_30b_a3b": _CONFIGS["Qwen3-30B-A3B"],
     "gpt_oss_20b": _CONFIGS["gpt-oss-20b"],
     "smollm2_135m": _CONFIGS["SmolLM2-135M"],
+    "moonlight_16b_a3b": _CONFIGS["Moonlight-16B-A3B"],
 }
 _TINY_MODEL = {"num_hidden_layers": 2, "layer_types": None, "hidden_size": 64, "head_dim": 16}
 _TINY_MODEL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
-_TINY_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 32}
-_TINY_EXPERTS |= {"num_experts_per_tok": 2}
+_TINY_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4}
+_TINY_EXPERTS |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+#: Latent attention has keys and values for every head.
+_TINY_LATENT = {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 8}
+_TINY_LATENT |= {"num_key_value_heads": 4}
 _TINY_CONFIG = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "ffn_hidden_size": 96}
 #: Template with the marks of answers.
 _TEMPLATE = (
@@ -117,16 +121,20 @@ def write_folder(folder: Path, config: Mapping[str, Any]) -> None:
     (folder / "chat_template.jinja").write_text(_TEMPLATE)
 
 
+def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tiny configuration of the same structure."""
+    parts = {key: value for key, value in _TINY_EXPERTS.items() if key in config}
+    latent = _TINY_LATENT if "kv_lora_rank" in config else {}
+    return {**config, **_TINY_MODEL, **parts, **latent}
+
+
 def model_options(args: argparse.Namespace, recipe: str) -> dict[str, Any]:
     """Write the folder of a model that a recipe names, and return the options of the model."""
     model = max((name for name in MODELS if recipe.startswith(name)), key=len, default=None)
     if model is None:
-        shrunk = {f"model.config.{key}": value for key, value in _TINY_CONFIG.items()}
-        return shrunk if args.tiny else {}
-    config = MODELS[model]
-    if args.tiny:
-        experts = {key: value for key, value in _TINY_EXPERTS.items() if key in config}
-        config = config | _TINY_MODEL | experts
+        tiny = {f"model.config.{key}": value for key, value in _TINY_CONFIG.items()}
+        return tiny if args.tiny else {}
+    config = shrunk(MODELS[model]) if args.tiny else MODELS[model]
     folder = Path(args.out, "models", model)
     write_folder(folder, config)
     return {"model.path": folder, "model.from_scratch": "true"}

@@ -12,12 +12,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import recipe_speeds
+from benchmarks import cards, recipe_speeds
 from benchmarks.forecast import CASES
 from benchmarks.grouped_gemm import PASSES, calls, draw, relative_error
 from benchmarks.loss import operands, variants
 from benchmarks.measure import option_parser
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, seen_length
 from benchmarks.train_shapes import add_training, parser, training_line
 from lightning_megatron import GPT, GPTConfig, MegatronStrategy
 from lightning_megatron.plan import ParallelLayout
@@ -67,6 +67,32 @@ def test_speeds_of_a_recipe_are_measured_with_made_up_data(tmp_path, monkeypatch
     assert float(cells[3]) > 0
     # 512 tokens of a step, in milliseconds.
     assert int(cells[4].replace(",", "")) == pytest.approx(512e3 / float(cells[3]), abs=1)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss_20b_lora", "moonlight_16b"])
+def test_a_card_trains_its_work_and_prints_both_rows(name, tmp_path, capsys):
+    cards.main([name, *f"--tiny --steps 1 --warmup 1 --microbatches 1 --out {tmp_path}".split()])
+    lines = capsys.readouterr().out.splitlines()
+    rows = [
+        line.split("|")[2:-1] for line in lines if line.startswith(("| published", "| measured"))
+    ]
+    published, measured = ([cell.strip() for cell in row] for row in rows)
+    card = cards.CARDS[name]
+    assert published[2:4] == [f"{card.published.tokens:,.0f}", str(card.published.tflops)]
+    milliseconds = float(measured[1])
+    num_tokens = 128 * card.strategy["microbatch_size"]
+    assert int(measured[2].replace(",", "")) == pytest.approx(
+        1e3 * num_tokens / milliseconds, abs=1
+    )
+
+
+def test_cards_count_flops_as_the_published_rows_do():
+    for name, card in cards.CARDS.items():
+        job = cards.Job.of(cards.arguments_of([name]))
+        flops = job.gpt.flops_per_token(seen_length(job.lengths))
+        # Conversations of the published rows have other lengths.
+        counted = 1e12 * card.published.tflops / card.published.tokens
+        assert counted == pytest.approx(flops, rel=0.015), name
 
 
 _LATENT = {"key_value_rank": 12, "plain_dim": 10, "rotary_dim": 6, "value_dim": 8}
