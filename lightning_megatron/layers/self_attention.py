@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention.cached_attention import attend_with_cache
 from lightning_megatron.layers.attention.core import attend, with_wide_values
+from lightning_megatron.layers.attention.engine_core import attend_by_engine
 from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.context_parallel.attend_across import (
     attend_across,
@@ -64,6 +65,8 @@ class Attention(nn.Module):
         #: Whether the backward pass recomputes the attention core, whose activations are then not
         #: kept.
         self.recomputes_core = False
+        #: Whether Transformer Engine computes the core, except with a cache of earlier tokens.
+        self.uses_engine = False
         #: Dropout of weights where torch's kernels do not drop them.
         self.weight_dropout = WeightDropout(mesh, mesh.tp.rank * heads)
         #: Transport of attention over cp; without context parallelism nothing is exchanged.
@@ -105,6 +108,8 @@ class Attention(nn.Module):
             past = span.past
             if past is not None and cp.size == 1:
                 return attend_with_cache(query, key, value, span, self.layer, **drops)
+            if self.uses_engine and cp.size == 1:
+                return attend_by_engine(query, key, value, span, dropout=dropout)
             if cp.size == 1:
                 return attend(query, key, value, span, **drops)
             if past is not None and past.cache.length > 0:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from fnmatch import fnmatchcase
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.layers.fp8.delayed import DelayedScales
 from lightning_megatron.layers.fp8.scaling import Scaling
@@ -17,14 +19,21 @@ from lightning_megatron.layers.fp8.weight_casts import WeightCasts
 from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.low_rank import LowRank
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
+from lightning_megatron.layers.self_attention import Attention
 from lightning_megatron.layers.transformer_engine.engine_scaling import EngineScaling
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.config_checks import ModelConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.layered import LayeredModule, layered_modules
-from lightning_megatron.plan.fp8 import FP8, Backend
+from lightning_megatron.plan.fp8 import FP8, Backend, EnginePart
 from lightning_megatron.plan.model_shape import linear_sizes
 
+#: Modules of the parts that can compute with Transformer Engine, beside linear layers.
+MODULES: Final[Mapping[EnginePart, tuple[type[nn.Module], ...]]] = {
+    "norms": (LayerNorm, RMSNorm),
+    "attention": (Attention,),
+    "experts": (GroupedMLP,),
+}
 #: Linear layer that can compute in 8 bits.
 Linear = ColumnParallelLinear | RowParallelLinear
 
@@ -93,8 +102,8 @@ def weights_in_eight_bits(module: nn.Module) -> dict[tuple[str, ...], Linear]:
     # `layered_modules` also finds the layers that compute for a Hugging Face model.
     linears = [linear for model in layered_modules(module) for linear in _linears(model)]
     for _, name, linear in linears:
-        scaling = linear.scaling
-        if not isinstance(scaling, Scaling) or scaling.settings.parameters is None:
+        settings = None if linear.scaling is None else linear.scaling.settings
+        if settings is None or settings.parameters is None:
             continue
         names_of_weights = [names.get(id(weight), []) for weight in linear.weight_parts]
         for readers in names_of_weights:
@@ -114,12 +123,14 @@ def _check_one_reader(layer: str, readers: list[str]) -> None:
     )
 
 
-def set_norms(model: LayeredModule, backend: Backend) -> int:
-    """Make the norms of a model compute with a library; return their number on this rank."""
-    norms = [norm for norm in model.modules() if isinstance(norm, LayerNorm | RMSNorm)]
-    for norm in norms:
-        norm.uses_engine = backend == "te"
-    return len(norms)
+def set_part(model: LayeredModule, part: EnginePart, backend: Backend) -> int:
+    """Make the modules of a part of a model, such as its norms, compute with a library; return
+    their number on this rank.
+    """
+    modules: list[Any] = [one for one in model.modules() if isinstance(one, MODULES[part])]
+    for module in modules:
+        module.uses_engine = backend == "te"
+    return len(modules)
 
 
 def _delayed_scales(

@@ -11,7 +11,10 @@ from lightning_megatron.plan.cuda_graphs import GraphMode
 from lightning_megatron.plan.settings import Count, Index, Range, coerce_fields, coerced
 
 Backend = Literal["native", "te"]
-"""Library whose matrix products and norms the layers of this package use."""
+"""Library that computes parts of this package's layers."""
+
+EnginePart = Literal["products", "norms", "attention", "experts"]
+"""Part of the layers that Transformer Engine can compute."""
 
 FP8Recipe = Literal["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"]
 """How the numbers of a tensor are scaled to the range of 8 bits, as :class:`FP8` describes it."""
@@ -224,9 +227,9 @@ def check_fp8_products(
     if settings is not None and settings.cast_weights == "batch":
         _check_shared_casts(backend, graphs)
     if settings is not None and settings.parameters is not None:
-        _check_stored_weights(backend, zero)
+        _check_stored_weights(zero)
     if backend == "te":
-        _check_engine(settings, overlap_tensor_parallel, graphs is not None)
+        _check_engine(settings, overlap_tensor_parallel)
         return
     for name, is_used in (
         ("recipe 'mxfp8'", settings is not None and settings.recipe == "mxfp8"),
@@ -256,27 +259,15 @@ def _check_shared_casts(backend: Backend, graphs: GraphMode | None) -> None:
         )
 
 
-def _check_stored_weights(backend: Backend, zero: int) -> None:
-    reason = None
-    if backend == "te":
-        reason = (
-            "linear.backend 'te', which reads weights of 16 or 32 bits. Use linear.backend='native'"
-        )
-    elif zero == 0:
-        reason = "optimizer.zero=0, which gathers no parameters: every rank has all of them. Use 1"
-    if reason is not None:
+def _check_stored_weights(zero: int) -> None:
+    if zero == 0:
         raise ParallelPlanError(
-            f"fp8.parameters ('fp8') cannot be used with {reason}, or leave fp8.parameters out."
+            "fp8.parameters ('fp8') cannot be used with optimizer.zero=0, which gathers no "
+            "parameters: every rank has all of them. Use 1, or leave fp8.parameters out."
         )
 
 
-def _check_engine(settings: FP8 | None, overlap_tensor_parallel: bool, has_graphs: bool) -> None:
-    if has_graphs:
-        raise ParallelPlanError(
-            "linear.backend ('te') cannot be used with cuda_graphs: replays of captured steps with "
-            "Transformer Engine gave wrong values or invalid memory accesses on GPUs. Leave one of "
-            "them out."
-        )
+def _check_engine(settings: FP8 | None, overlap_tensor_parallel: bool) -> None:
     if overlap_tensor_parallel:
         raise ParallelPlanError(
             "linear.backend ('te') cannot be used with linear.overlap, because the overlapped "

@@ -216,7 +216,7 @@ class MegatronStrategy(RankStrategy):
         precision = str(self.precision_plugin.precision)
         if self.options.linear.backend == "te":
             check_engine(self.options, self.root_device, precision)
-        else:
+        if self.options.linear.backend_of("products") == "native":
             check_fp8(self.options.products, self.root_device, precision)
         check_graphs(self.options, device_type, precision, module, trainer)
 

@@ -266,7 +266,7 @@ def shape_before_run(
     main_bytes = main_parameters.itemsize if dtypes.main_parameters else 0
     places = 0 if options.clones is None else options.clones.places
     libraries = 2 * _WORKSPACE_HOPPER if kind == "cuda" else 0
-    fp8 = options.products if options.linear.backend == "native" else None
+    fp8 = options.products if options.linear.backend_of("products") == "native" else None
     return TrainingShape(
         seq_length=1,
         schedule=options.pass_order,

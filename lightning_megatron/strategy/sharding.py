@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.context_parallel.position_wise import check_declared
-from lightning_megatron.models.fp8_layers import set_fp8, set_norms, unset_fp8
+from lightning_megatron.models.fp8_layers import MODULES, set_fp8, set_part, unset_fp8
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.layered import LayeredModule, layered_modules
 from lightning_megatron.models.stage import pipelined_modules
@@ -131,16 +131,20 @@ def _set_products(
 ) -> None:
     """Set whether layers compute in 8 bits, and whether Transformer Engine computes them."""
     settings = options.products
-    backend = options.linear.backend
-    if not models and (settings is not None or backend == "te"):
+    backend = options.linear.backend_of("products")
+    uses_engine = options.linear.backend == "te"
+    if not models and (settings is not None or uses_engine):
         named = "linear.backend ('te')" if settings is None else f"fp8 ({settings.recipe})"
         raise _without_model(named, module)
     for model in models:
-        num_norms = set_norms(model, backend)
-        if backend == "te":
+        found = {part: set_part(model, part, options.linear.backend_of(part)) for part in MODULES}
+        if uses_engine:
+            chosen = options.linear.parts
+            words = ["the linear layers"] if "products" in chosen else []
+            words += [f"{number} {part}" for part, number in found.items() if part in chosen]
             rank_zero_info(
-                f"backend te: Transformer Engine computes the linear layers and {num_norms} norms "
-                f"of {type(model).__name__} on this rank."
+                f"backend te: Transformer Engine computes {', '.join(words)} of "
+                f"{type(model).__name__} on this rank."
             )
         if settings is None:
             unset_fp8(model, device, backend)

@@ -51,6 +51,8 @@ def _legal(kind: Any) -> list[str]:
     if origin is Annotated:
         base, *bounds = get_args(kind)
         return [f"{word}{_bounds(bounds[0])}" for word in _legal(base)]
+    if origin is tuple:
+        return [f"a list of {', '.join(_legal(get_args(kind)[0]))}"]
     if origin in _TYPES:
         return [_TYPES[origin]]
     if is_dataclass(kind):

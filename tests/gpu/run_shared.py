@@ -66,6 +66,7 @@ PARTS = (
     Part("layouts", 240, "share_sequences and 4"),
     Part("layouts", 200, "checkpoint and 4"),
     Part("layouts", 200, "overlapped and 4"),
+    Part("te", 240, "layouts_match"),
 )
 
 

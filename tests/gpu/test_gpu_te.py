@@ -18,6 +18,11 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import FP8, MegatronStrategy
 from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.experts.compute.backends import stacked
+from lightning_megatron.experts.compute.grouped_linear import grouped_linear
+from lightning_megatron.layers.attention.engine_core import attend_by_engine
+from lightning_megatron.layers.attention.operators import attend_by_operators
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.fp8.delayed import DelayedScales
 from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.layers.linear.engine_products import (
@@ -31,8 +36,12 @@ from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, Sta
 from lightning_megatron.layers.transformer_engine.engine_scaling import EngineScaling, engine_recipe
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.layered import single_mesh
-from tests.fits import Job, Language, Report, Tokens, run_job, run_jobs
-from tests.gpu.ranks import assert_near, gpu_job, run_ranks
+from tests.fits import EXPERTS, Job, Language, Report, Tokens, run_job, run_jobs
+from tests.gpu.grouped import SIZES as GROUPS
+from tests.gpu.grouped import assert_close, captured, ends_of, poisoned
+from tests.gpu.ranks import assert_near, gpu_job, on_two_and_four_gpus, run_ranks
+from tests.gpu.test_gpu_attention import LENGTHS, B, S, draw_inputs, wide_of
+from tests.gpu.test_gpu_grouped_linear import reference
 from tests.layers.noted_casts import spread as draw
 from tests.optimizer.fused_fits import SMALL
 from tests.oracles import relative_difference
@@ -42,6 +51,7 @@ te = pytest.importorskip("transformer_engine.pytorch", reason="the extra te is n
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda", 0)
+ALL = ("products", "norms", "attention", "experts")
 #: Recipes of this chip with scales of the current tensors, and None for the dtype of the inputs.
 RECIPES = (None, "tensorwise", "blockwise")
 LAYERS = {"column": (column_linear, engine_column_linear), "row": (row_linear, engine_row_linear)}
@@ -52,8 +62,16 @@ CONFIGS = {
     "te": GPTConfig.llama(**_LLAMA),
     "te, gpt2": GPTConfig.gpt2(**_SIZES, hidden_size=64),
     "te, offset": GPTConfig.llama(**_LLAMA, qk_norm=True, norm_offset=1.0),
+    "te, experts": GPTConfig.llama(**_LLAMA, experts={**EXPERTS, "ffn_hidden_size": 64}),
     "te, blocks": GPTConfig.llama(**_SIZES, hidden_size=256, num_kv_heads=4, ffn_hidden_size=256),
 }
+LAYOUTS_OF_FOUR: dict[str, tuple[str, dict[str, Any]]] = {
+    "delayed, attention, tp2+sp, pp2": (
+        "te", {"tp": 2, "pp": 2, "fp8": "delayed", "linear.parts": ("products", "attention")}
+    ),
+    "all, tp2, ep2": ("te, experts", {"tp": 2, "ep": 2, "linear.parts": ALL}),
+    "weights in 8 bits, dp4": ("te", {"fp8": FP8(parameters="fp8")}),
+}  # fmt: skip
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tp2+sp": ("te", {"tp": 2}),
     "tp2": ("te, gpt2", {"tp": 2, "sequence_parallel": False}),
@@ -65,6 +83,10 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "delayed, tp2+sp": ("te", {"tp": 2, "fp8": "delayed"}),
     "delayed, pp2, recomputed": ("te, gpt2", {"pp": 2, "fp8": "delayed", "recompute": "full"}),
     "blockwise, tp2+sp": ("te, blocks", {"tp": 2, "fp8": "blockwise"}),
+    "attention, tp2+sp": ("te", {"tp": 2, "linear.parts": ("products", "attention")}),
+    "attention, dp2": ("te, gpt2", {"linear.parts": ("attention",)}),
+    "experts, ep2": ("te, experts", {"ep": 2, "linear.parts": ("experts",)}),
+    "all, ep2": ("te, experts", {"ep": 2, "linear.parts": ALL, "fp8": "tensorwise"}),
 }
 # The losses are near 5.7.
 TOLERANCE = {None: 3e-2, "tensorwise": 8e-2, "delayed": 8e-2, "blockwise": 8e-2}
@@ -247,18 +269,115 @@ def test_training_in_8_bits_is_near_training_in_16_bits(recipe):
     assert actual.losses != expected.losses
 
 
-@pytest.mark.gpu2
-def test_layouts_of_two_ranks_match_one_gpu():
-    jobs = {name: job(kind, layout) for name, (kind, layout) in LAYOUTS.items()}
-    ranks = run_ranks(run_jobs, 2, jobs)
-    cases = {(kind, layout.get("fp8")) for kind, layout in LAYOUTS.values()}
-    expected = {(kind, recipe): run_job(job(kind, {"fp8": recipe})) for kind, recipe in cases}
-    for rank, reports in enumerate(ranks):
-        for name, report in reports.items():
-            kind, layout = LAYOUTS[name]
-            recipe = layout.get("fp8")
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_weights_in_8_bits_train_like_those_of_this_package(recipe):
+    fp8 = FP8(recipe, parameters="fp8")
+    actual, expected = (run_job(job("te", {"fp8": fp8}, name)) for name in ("te", "native"))
+    assert_near_and_learning(actual, expected, recipe, recipe)
+
+
+def engine_spans() -> dict[str, AttentionSpan]:
+    """Return spans that Transformer Engine's attention computes."""
+    lengths = torch.tensor(LENGTHS, device="cuda")
+    return {
+        "causal": AttentionSpan(),
+        "both ways": AttentionSpan(causal=False, scale=0.2),
+        "window": AttentionSpan(window=33),
+        "window both ways": AttentionSpan(window=33, causal=False),
+        "documents": AttentionSpan(lengths, longest=384),
+        "documents both ways": AttentionSpan(lengths, causal=False),
+        "documents, window": AttentionSpan(lengths, window=33),
+        "padded": AttentionSpan.padded(lengths[:, 2].clamp(min=100), S),
+    }
+
+
+def test_attention_of_transformer_engine_equals_the_formula():
+    for kind, span in engine_spans().items():
+        inputs = draw_inputs(torch.bfloat16)
+        wide = wide_of(inputs)
+        output = attend_by_engine(*inputs, span)
+        expected_output = attend_by_operators(*wide, span.laid_out(B, S, CUDA)).flatten(2)
+        outer = torch.randn_like(expected_output)
+        gradients = torch.autograd.grad(output, inputs, outer.to(torch.bfloat16))
+        expected_gradients = torch.autograd.grad(expected_output, wide, outer)
+        for number, (actual, expected) in enumerate(
+            zip((output, *gradients), (expected_output, *expected_gradients), strict=True)
+        ):
+            assert relative_difference(actual, expected) < 0.02, f"{kind}, {number}"
+
+
+def test_attention_with_smaller_values_equals_the_formula():
+    query, key, value = (bf16(S * B * 4, size).view(S, B, 4, size) for size in (192, 192, 128))
+    span = AttentionSpan(scale=0.1)
+    expected = attend_by_operators(query.double(), key.double(), value.double(), span).flatten(2)
+    assert relative_difference(attend_by_engine(query, key, value, span), expected) < 0.02
+
+
+def test_dropped_attention_weights_are_a_share_and_have_their_gradients():
+    size = 64
+    query, key = (bf16(size * 4, size, seed=seed).view(size, 1, 4, size) for seed in (1, 2))
+    unit = torch.eye(size, device="cuda", dtype=torch.bfloat16)[:, None, None].expand_as(key)
+    value = unit.clone().requires_grad_()
+    span = AttentionSpan(causal=False)
+    weights = attend_by_engine(query, key, value, span, dropout=0.25).view(size, 4, size)
+    share = float((weights == 0).float().mean())
+    assert 0.22 < share < 0.28
+    kept = attend_by_engine(query, key, value, span).view(size, 4, size)
+    expected = torch.where(weights == 0, 0.0, kept / 0.75)
+    assert relative_difference(weights, expected) < 0.02
+    outer = bf16(size * 4, size, seed=3).view(size, 4, size)
+    (grad,) = torch.autograd.grad(weights, value, outer)
+    expected_grad = torch.einsum("sht,shd->thd", weights.detach().double(), outer.double())
+    assert relative_difference(grad[:, 0], expected_grad) < 0.02
+
+
+def test_captured_attention_follows_changed_lengths_of_documents():
+    query, key, value = (tensor.detach() for tensor in draw_inputs(torch.bfloat16))
+    lengths = torch.tensor(LENGTHS, device="cuda")
+    span = AttentionSpan(lengths)
+    graph, replayed = captured(lambda: attend_by_engine(query, key, value, span))
+    for changed in (LENGTHS, [[1, 2, 300], [200, 184, 0]]):
+        lengths.copy_(torch.tensor(changed))
+        graph.replay()
+        assert torch.equal(replayed, attend_by_engine(query, key, value, span)), changed
+
+
+@pytest.mark.parametrize("sizes", GROUPS, ids=str)
+def test_grouped_products_of_transformer_engine_equal_float64(sizes):
+    num_rows, width, inner = 700, 320, 256
+    weights = [bf16(inner, width, seed=seed).requires_grad_() for seed in range(len(sizes))]
+    rows = poisoned(bf16(num_rows, width, seed=7), sizes).requires_grad_()
+    outer = poisoned(bf16(num_rows, inner, seed=8), sizes)
+    output = grouped_linear(rows, weights, ends_of(sizes), "te")
+    gradients = torch.autograd.grad(output, (rows, *weights), outer)
+    expected = reference(rows.detach(), stacked(weights).detach(), outer, sizes)
+    last = sum(sizes)
+    assert_close(output[:last], expected[0], 4e-3, "output")
+    assert_close(gradients[0][:last], expected[1], 4e-3, "gradient of rows")
+    assert_close(torch.stack(gradients[1:]), expected[2], 4e-3, "gradients of weights")
+    sums = torch.full((len(sizes), inner, width), torch.nan, device="cuda")
+    for weight, gradient_sum in zip(weights, sums, strict=True):
+        set_slot(weight, GradientSlot(gradient_sum, lambda: None))
+    for _ in range(2):
+        grouped_linear(rows, weights, ends_of(sizes), "te").backward(outer)
+    assert_close(sums, 2 * expected[2], 1e-5, "sums of gradients")
+
+
+@on_two_and_four_gpus
+def test_layouts_match_one_gpu(size):
+    layouts = LAYOUTS if size == 2 else LAYOUTS_OF_FOUR
+    jobs = {name: job(kind, layout) for name, (kind, layout) in layouts.items()}
+    ranks = run_ranks(run_jobs, size, jobs)
+    keys = "fp8", "linear.parts"
+    alone: dict[Any, Report] = {}
+    for name, (kind, layout) in layouts.items():
+        options = {key: layout[key] for key in keys if key in layout}
+        case = kind, *options.values()
+        alone[case] = alone.get(case) or run_job(job(kind, options))
+        for rank, reports in enumerate(ranks):
+            recipe = getattr(layout.get("fp8"), "recipe", layout.get("fp8"))
             where = f"{name}, rank {rank}"
-            assert_near_and_learning(report, expected[kind, recipe], recipe, where)
+            assert_near_and_learning(reports[name], alone[case], recipe, where)
 
 
 class Losses(Callback):

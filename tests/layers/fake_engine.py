@@ -78,6 +78,63 @@ def layernorm_bwd(
     return rows_gradient - rows_gradient.mean(-1, keepdim=True), weight_gradient, grad.sum(0)
 
 
+def general_grouped_gemm(
+    A: list[Tensor], B: list[Tensor], out: list[Tensor], quantization_params: list[None],
+    out_dtype: torch.dtype, layout: str = "TN", m_splits: list[int] | None = None, gelu: bool = False,
+    grad: bool = False, accumulate: bool = False, bias: None = None, use_bias: bool = False,
+    use_split_accumulator: bool = False, D_dtype: None = None, single_output: bool = False,
+) -> None:  # fmt: skip
+    """Multiply the matrices of each group."""
+    assert len(A) == len(B) == len(quantization_params)
+    assert m_splits is not None
+    results = list(out[0][: sum(m_splits)].split(m_splits)) if single_output else out
+    for left, right, result in zip(A, B, results, strict=True):
+        general_gemm(left, right, out_dtype, layout, grad, result, accumulate, 1.0, False)
+
+
+class DotProductAttention:
+    """Attention with the arguments that this package gives, by a mask of all pairs of tokens."""
+
+    def __init__(
+        self, num_attention_heads: int, kv_channels: tuple[int, int], num_gqa_groups: int,
+        attention_dropout: float = 0.0, softmax_scale: float | None = None,
+    ) -> None:  # fmt: skip
+        assert attention_dropout == 0.0
+        self.sizes = num_attention_heads, num_gqa_groups, kv_channels[0]
+        self.scale = softmax_scale
+
+    def __call__(
+        self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: None = None,
+        qkv_format: str = "sbhd", cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_kv: int = 0,
+        attn_mask_type: str = "causal", window_size: tuple[int, int] = (-1, 0), softcap: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        assert (query_layer.shape[-2], key_layer.shape[-2], query_layer.shape[-1]) == self.sizes
+        assert (softcap, "causal" in attn_mask_type) == (0.0, window_size[1] == 0)
+        assert ("padding" in attn_mask_type) == (qkv_format == "thd")
+        rows = [query_layer, key_layer, value_layer]
+        lengths = [len(query_layer)]
+        if qkv_format == "thd":
+            assert cu_seqlens_q is not None
+            assert cu_seqlens_q is cu_seqlens_kv
+            lengths = cu_seqlens_q.diff().tolist()
+            assert max(lengths) <= max_seqlen_q == max_seqlen_kv
+            rows = [tensor[:, None] for tensor in rows]
+        parts = []
+        for query, key, value in zip(*(tensor.split(lengths) for tensor in rows), strict=True):
+            distance = torch.arange(len(query))[:, None] - torch.arange(len(key))
+            left, right = window_size
+            seen = (distance <= left) | torch.tensor(left < 0)
+            seen &= (-distance <= right) | torch.tensor(right < 0)
+            heads_first = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+            mixed = F.scaled_dot_product_attention(
+                *heads_first, attn_mask=seen, scale=self.scale, enable_gqa=True
+            )
+            parts.append(mixed.permute(2, 0, 1, 3).flatten(2))
+        joined = torch.cat(parts)
+        return joined[:, 0] if qkv_format == "thd" else joined
+
+
 class _Types(dict):
     """Mapping of types of torch to names, in place of the mapping of the library."""
 
@@ -88,7 +145,8 @@ class _Types(dict):
 @contextmanager
 def installed(available: tuple[bool, str] = (True, "")) -> Iterator[ModuleType]:
     """Replace Transformer Engine by the stand-in, whose answer it is whether a chip has products."""
-    names = ("", ".pytorch", ".pytorch.cpp_extensions", ".pytorch.constants")
+    attention = ".pytorch.attention.dot_product_attention.dot_product_attention"
+    names = ("", ".pytorch", ".pytorch.cpp_extensions", ".pytorch.constants", attention)
     fakes = {f"transformer_engine{name}": ModuleType(f"transformer_engine{name}") for name in names}
     fakes["transformer_engine_torch"] = library = ModuleType("transformer_engine_torch")
     engine = fakes["transformer_engine.pytorch"]
@@ -98,6 +156,11 @@ def installed(available: tuple[bool, str] = (True, "")) -> Iterator[ModuleType]:
     engine.restore_from_saved = lambda forms, tensors: tensors
     engine.Float8Quantizer = object
     fakes["transformer_engine.pytorch.cpp_extensions"].general_gemm = general_gemm
+    fakes["transformer_engine.pytorch.cpp_extensions"].general_grouped_gemm = general_grouped_gemm
+    fakes[f"transformer_engine{attention}"].DotProductAttention = DotProductAttention
+    fakes[f"transformer_engine{attention}"]._attention_backends = {
+        "use_flash_attention": False, "use_fused_attention": True, "use_unfused_attention": False
+    }  # fmt: skip
     fakes["transformer_engine.pytorch.constants"].TE_DType = _Types()
     for function in (rmsnorm_fwd, rmsnorm_bwd, layernorm_fwd, layernorm_bwd):
         setattr(library, function.__name__, function)

@@ -14,7 +14,7 @@ from lightning_megatron import FP8, GPT, GPTConfig, MegatronStrategy
 from lightning_megatron.errors import MissingExtraError, ParallelPlanError
 from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.layers.transformer_engine.engine_scaling import EngineScaling
-from lightning_megatron.models.fp8_layers import _linears, set_fp8, set_norms, unset_fp8
+from lightning_megatron.models.fp8_layers import MODULES, _linears, set_fp8, set_part, unset_fp8
 from lightning_megatron.models.layered import single_mesh
 from lightning_megatron.strategy.checks.engine_checks import check_engine
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
@@ -76,6 +76,10 @@ BACKENDS: list[tuple[dict[str, Any], str]] = [
     ({"linear.backend": "cublas"}, "linear.backend must be native or te: it is 'cublas'"),
     ({"fp8": "mxfp8"}, "recipe 'mxfp8' needs linear.backend='te'"),
     ({"fp8": FP8(te_recipe=Recipe("current"))}, "te_recipe needs linear.backend='te'"),
+    ({"linear.parts": ("norms",)}, "linear.parts (norms) needs linear.backend 'te'"),
+    ({"linear.backend": "te", "linear.parts": ("head",)}, "must be"),
+    ({"linear.backend": "te", "linear.parts": ("attention",), "cp": 2}, "cannot be used with cp (2)"),
+    ({"linear.backend": "te", "linear.parts": ("attention",), "recompute": "full_except_core"}, "cannot be used with recompute"),
     ({"linear.backend": "te", "cuda_graphs": "segments"}, "cannot be used with cuda_graphs"),
     ({"linear.backend": "te", "fp8": "rowwise"}, "must be tensorwise, delayed, blockwise or mxfp8"),
     ({"linear.backend": "te", "fp8": FP8(emulate=True)}, "emulate cannot be used with linear.backend='te'"),
@@ -174,9 +178,10 @@ def test_fp8_and_norms_of_transformer_engine_are_set_and_unset_in_a_model():
         assert (part.scaling.settings is not None) == (name in chosen)
         assert (part.scaling.scales is not None) == (name in chosen)
     assert model.delayed_scales is not None
-    # Two norms in each layer, and the final norm.
-    assert set_norms(model, "te") == 5
+    # Two norms in each layer, and the final norm; no mixture of experts.
+    assert [set_part(model, part, "te") for part in MODULES] == [5, 2, 0]
     assert model.layers["0"].attention_norm.uses_engine
+    assert model.layers["1"].attention.uses_engine
     unset_fp8(model, device, "te")
     assert all(part.scaling.settings is None for part in linears.values())
     set_fp8(model, FP8(emulate=True), True, device)

@@ -173,6 +173,7 @@ def test_table_shows_how_weights_are_cast_or_stored():
         (automatic, by_graphs, each, "cuda_graphs captures microbatches one by one"),
         (automatic, {"fp8": STORED}, "kept and gathered in 1 byte each", "one for a batch of several microbatches"),
         (manual, {"fp8": cast}, each, ""),
+        (automatic, {"fp8": FP8(parameters="fp8"), "linear.backend": "te"}, "kept and gathered in 1 byte each", "one for each product"),
         (manual, {"fp8": STORED}, "kept and gathered in 1 byte each", "one for each product"),
     ):  # fmt: skip
         (choice,) = _cast_choices(module, strategy_with(**options).options)

@@ -116,7 +116,8 @@ def test_missing_fused_kernels_on_a_gpu_have_a_remedy(monkeypatch):
 
 def test_context_parallel_attention_that_stores_scores_has_a_remedy(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    layer = Mock(head_dim=64, value_dim=64, dropout=0.0, span=AttentionSpan(soft_cap=50.0))
+    sizes = {"head_dim": 64, "value_dim": 64, "dropout": 0.0, "uses_engine": False}
+    layer = Mock(**sizes, span=AttentionSpan(soft_cap=50.0))
     layer.mesh.cp.size = 2
     for transport, dtype, value in (
         ("ring", torch.bfloat16, "FlexAttention"),
@@ -128,6 +129,8 @@ def test_context_parallel_attention_that_stores_scores_has_a_remedy(monkeypatch)
         assert choice.value == value
         assert ("parts of the keys" in choice.reason) == (transport == "ring")
         assert (choice.remedy is not None) == (dtype == torch.float64)
+    layer.uses_engine = True
+    assert run_table._attention_choice(layer, GPU, torch.bfloat16).value == "Transformer Engine"
 
 
 def test_rotary_embeddings_without_the_fused_kernel_warn_once(monkeypatch):

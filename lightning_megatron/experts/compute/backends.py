@@ -1,10 +1,11 @@
-"""Backends of the three products of a grouped linear layer: two kernels and a reference loop."""
+"""Backends of the three products of a grouped linear layer: kernels, libraries and a loop."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from itertools import chain
 from typing import Any
 
@@ -225,10 +226,55 @@ class Bundled(GroupedMM):
                 return
 
 
+def _engine_rows(layout: str, dim: int, rows: Tensor, weights: Weights, ends: Tensor) -> Tensor:
+    result = rows.new_empty((rows.shape[0], weights[0].shape[dim]))
+    _engine_products(layout, [weight.to(rows.dtype) for weight in weights], rows, [result], ends)
+    return result
+
+
+class Engine(GroupedMM):
+    """Grouped products by Transformer Engine: one product per group, on several streams.
+
+    The host reads the ends, as for the loop.
+    """
+
+    output = staticmethod(partial(_engine_rows, "TN", 0))
+    input_gradient = staticmethod(partial(_engine_rows, "NN", 1))
+
+    @staticmethod
+    def weight_gradients(
+        grad: Float[Tensor, "rows out_local"],
+        rows: Float[Tensor, "rows in_local"],
+        ends: Int[Tensor, "experts"],
+    ) -> Float[Tensor, "experts out_local in_local"]:
+        """Return the gradients of all weights as one stack."""
+        result = grad.new_empty((ends.shape[0], grad.shape[1], rows.shape[1]))
+        _engine_products("NT", rows, grad, result, ends)
+        return result
+
+    @classmethod
+    def add_weight_gradients(
+        cls,
+        grad: Float[Tensor, "rows out_local"],
+        rows: Float[Tensor, "rows in_local"],
+        ends: Int[Tensor, "experts"],
+        slots: Sequence[GradientSlot],
+    ) -> None:
+        """Add the gradient of every weight to its slot."""
+        row = SlotRow.of(slots)
+
+        def add(sums: Tensor, is_empty: bool) -> None:
+            _engine_products("NT", rows, grad, sums, ends, adds=not is_empty)
+
+        if row.scale != 1 or not _accepts_sums(row) or not row.add(add):
+            super().add_weight_gradients(grad, rows, ends, slots)
+
+
 BACKENDS: dict[BackendName, type[Loop]] = {
     "bundled": Bundled,
     "grouped_mm": GroupedMM,
     "loop": Loop,
+    "te": Engine,
 }
 
 
@@ -280,6 +326,33 @@ def _has_whole_row_strides(stack: Tensor) -> bool:
 
 def _accepts_sums(row: SlotRow) -> bool:
     return row.sums is not None and row.sums.dtype == torch.float32 and row.is_contiguous
+
+
+def _engine_products(
+    layout: str,
+    left: Sequence[Tensor] | Tensor,
+    right: Tensor,
+    results: Sequence[Tensor] | Tensor,
+    ends: Tensor,
+    *,
+    adds: bool = False,
+) -> None:
+    """Write the product of each group; with one result, to the rows of the group."""
+    groups = _groups(ends)
+    sizes = [group.stop - group.start for group in groups]
+    factors = map(left.__getitem__, groups) if isinstance(left, Tensor) else left
+    import_module("transformer_engine.pytorch.cpp_extensions").general_grouped_gemm(
+        list(factors),
+        [right[group] for group in groups],
+        list(results),
+        [None] * len(groups),
+        results[0].dtype,
+        layout=layout,
+        m_splits=sizes,
+        grad=layout != "TN",
+        accumulate=adds,
+        single_output=layout != "NT",
+    )
 
 
 def _groups(ends: Tensor) -> list[slice]:

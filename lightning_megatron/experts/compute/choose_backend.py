@@ -26,7 +26,7 @@ from lightning_megatron.shapes import Float
 _log = logging.getLogger(__name__)
 _ALIGNMENT = 16  # Row size of all operands must be a multiple, for both kernels (bytes).
 
-BackendName = Literal["bundled", "grouped_mm", "loop"]
+BackendName = Literal["bundled", "grouped_mm", "loop", "te"]
 
 
 @dataclass(frozen=True)

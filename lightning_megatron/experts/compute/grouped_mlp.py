@@ -99,6 +99,8 @@ class GroupedMLP(nn.ModuleDict):
         super().__init__()
         self.activation = activation
         self.config = config
+        #: Whether Transformer Engine computes the products, for which the host reads sizes.
+        self.uses_engine = False
         # The backends, with the kind of rows and weights that they were chosen for.
         self._backends_of_kind: tuple[tuple[object, ...], LayerBackends] | None = None
         self.first_name = "gate_up" if is_gated(activation) else "up"
@@ -203,6 +205,8 @@ class GroupedMLP(nn.ModuleDict):
         self, rows: Tensor, first: Sequence[Tensor], down: Sequence[Tensor], is_autocast: bool
     ) -> LayerBackends:
         """Return the backends of the products; they are chosen again only for another kind."""
+        if self.uses_engine:
+            return LayerBackends("te", "te", fuses_swiglu=False)
         if torch.compiler.is_compiling():
             return _CHOSEN_AT_RUN_TIME
         # Autocast excludes the fused kernels, even where it does not change the dtype.

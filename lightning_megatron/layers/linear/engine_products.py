@@ -108,14 +108,14 @@ class _EngineProducts(LayerProducts):
         gathers = ctx.mesh.sequence_parallel
         full = all_gather_sequence(x, ctx.mesh.tp) if gathers else x
         output, inputs = self._forward_product(ctx, full, weight, keeps=not gathers)
-        _save(ctx, x if gathers else inputs, weight)
+        self._save(ctx, x if gathers else inputs, weight)
         return add_bias(output, bias)
 
     def multiply_and_sum(
         self, ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, magnitude: Magnitude | None
     ) -> Tensor:
         part, inputs = self._forward_product(ctx, x, weight, keeps=True)
-        _save(ctx, inputs, weight)
+        self._save(ctx, inputs, weight)
         part = part.view(*x.shape[:-1], weight.shape[0])
         if ctx.mesh.sequence_parallel:
             return add_bias(reduce_scatter_sequence(part, ctx.mesh.tp), bias)
@@ -149,9 +149,9 @@ class _EngineProducts(LayerProducts):
 
         return cast_all
 
-    def input_gradient(self, ctx: Any, gradient: Factor, weight: Tensor) -> Tensor:
+    def input_gradient(self, ctx: Any, gradient: Factor, weight: Tensor | None) -> Tensor:
         scaling = self.scaling
-        matrix = scaling.cast(weight.to(ctx.dtype), "weight", columns=True, counts=True)
+        matrix = scaling.cast_weight(weight, ctx.dtype, columns=True, counts=True)
         padded = scaling.product(matrix, gradient, "input gradient", ctx.dtype)
         return padded[: ctx.num_rows].to(ctx.hidden_dtype).view(-1, *ctx.hidden_shape[1:])
 
@@ -170,7 +170,7 @@ class _EngineProducts(LayerProducts):
         rows = as_rows(hidden).to(ctx.dtype)
         keeps = keeps and ctx.needs_input_grad[1]
         inputs = scaling.cast(scaling.padded(rows), "input", columns=keeps, counts=counts)
-        matrix = scaling.cast(weight.to(ctx.dtype), "weight", columns=False, counts=counts)
+        matrix = scaling.cast_weight(weight, ctx.dtype, columns=False, counts=counts)
         output = scaling.product(matrix, inputs, "forward", ctx.dtype)
         if keeps and scaling.settings is not None:
             # Only the weight gradient needs the inputs again, and it sums over their columns.
@@ -198,11 +198,12 @@ class _EngineProducts(LayerProducts):
 
         return cast_all
 
-
-def _save(ctx: Any, inputs: Factor | None, weight: Tensor) -> None:
-    """Save the factors for the backward pass, which may be matrices in 8 bits."""
-    needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-    engine = import_module("transformer_engine.pytorch")
-    kept = inputs if needs_weight else None
-    tensors, ctx.forms = engine.prepare_for_saving(kept, weight if needs_hidden else None)
-    ctx.save_for_backward(*tensors)
+    def _save(self, ctx: Any, inputs: Factor | None, weight: Tensor) -> None:
+        """Save the factors for the backward pass, which may be matrices in 8 bits."""
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        engine = import_module("transformer_engine.pytorch")
+        kept = inputs if needs_weight else None
+        # A weight that is kept in 8 bits is read from the memory of the optimizer.
+        reads = needs_hidden and self.scaling.stored is None
+        tensors, ctx.forms = engine.prepare_for_saving(kept, weight if reads else None)
+        ctx.save_for_backward(*tensors)

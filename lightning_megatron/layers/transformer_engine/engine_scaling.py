@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from typing import Any, Final, Literal
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_megatron.layers.fp8.delayed import LayerScales, Use
+from lightning_megatron.layers.fp8.scaling import StoredWeight
 from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.shapes import Float
 
@@ -20,6 +21,7 @@ from lightning_megatron.shapes import Float
 Factor = Any
 #: Name of one of the three products of a linear layer.
 Pass = Literal["forward", "input gradient", "weight gradient"]
+_STORAGE: Final = "transformer_engine.pytorch.tensor.storage.float8_tensor_storage"
 _LAYOUTS: Final[dict[Pass, str]] = {
     "forward": "TN",
     "input gradient": "NN",
@@ -48,11 +50,45 @@ class EngineScaling:
     Args:
         settings: The user's settings; None means products in the dtype of the inputs.
         scales: Scales of this layer from earlier steps; None if scales follow from each tensor.
+        stored: The weight, if it is kept in 8 bits; None casts it.
     """
 
     settings: FP8 | None
     device: torch.device
     scales: LayerScales | None = None
+    stored: StoredWeight | None = None
+
+    def reading(self, stored: StoredWeight | None) -> EngineScaling:
+        """Return a copy that reads the weight where the optimizer keeps it; None casts it again.
+
+        From now on the history of :attr:`scales` gets the weight's magnitude from the same place.
+        """
+        if self.scales is not None:
+            self.scales.follow_weight(None if stored is None else stored.magnitude)
+        return replace(self, stored=stored)
+
+    def cast_weight(
+        self,
+        weight: Float[Tensor, "rows columns"] | None,
+        dtype: torch.dtype,
+        *,
+        columns: bool,
+        counts: bool,
+    ) -> Factor:
+        """Cast the weight of a layer, as :meth:`cast`, or read it where it is kept in 8 bits."""
+        if self.stored is None or self.settings is None:
+            assert weight is not None, "a weight that is cast was kept"
+            return self.cast(weight.to(dtype), "weight", columns=columns, counts=counts)
+        rows = self.stored.rows
+        kept = self.stored.columns(self.settings.multiple).values if columns else None
+        make = import_module(_STORAGE).Float8TensorStorage
+        return make(
+            data=rows.values.view(torch.uint8),
+            fp8_scale_inv=rows.scale,
+            fp8_dtype=self._current_quantizers["weight"].dtype,
+            fake_dtype=dtype,
+            data_transpose=None if kept is None else kept.view(torch.uint8),
+        )
 
     def cast(
         self, matrix: Float[Tensor, "rows columns"], use: Use, *, columns: bool, counts: bool

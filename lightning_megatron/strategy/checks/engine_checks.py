@@ -71,7 +71,7 @@ def check_engine(options: StrategyOptions, device: torch.device, precision: str)
             "linear.backend='native'."
         )
     settings = options.products
-    if settings is None:
+    if settings is None or options.linear.backend_of("products") == "native":
         return
     is_available, reason = getattr(engine, _QUESTIONS[settings.recipe])(return_reason=True)
     if not is_available:

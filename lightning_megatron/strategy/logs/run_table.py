@@ -55,6 +55,7 @@ _MIN_REASON = 40
 #: Replicas and stages that the picture of the layout shows.
 _MOST_REPLICAS = 3
 _MOST_STAGES = 10
+_ASKED = "asked for (linear.parts)"
 
 
 @dataclass(frozen=True)
@@ -368,10 +369,11 @@ def _precision_choice(precision: MegatronPrecision, device: torch.device) -> Tab
 def _cast_choices(module: nn.Module, options: StrategyOptions) -> list[TableRow]:
     """Return rows about weights in 8 bits: their storage, or the number of casts."""
     settings = options.products
-    if settings is None or options.linear.backend == "te":
+    casts_each = options.linear.backend_of("products") == "te"
+    if settings is None or (casts_each and settings.parameters is None):
         return []
     is_manual = isinstance(module, LightningModule) and not module.automatic_optimization
-    is_shared = not is_manual and settings.shares_casts(2, options.graph_mode)
+    is_shared = not (is_manual or casts_each) and settings.shares_casts(2, options.graph_mode)
     several = "" if settings.shares_casts(1) else " of several microbatches"
     if settings.parameters is not None:
         copies = f"one for a batch{several}" if is_shared else "one for each product"
@@ -430,6 +432,8 @@ def _kernel_choice(device: torch.device, dtype: torch.dtype) -> TableRow:
 
 
 def _attention_choice(layer: Attention, device: torch.device, dtype: torch.dtype) -> TableRow:
+    if layer.uses_engine:
+        return TableRow("attention", "Transformer Engine", _ASKED)
     sizes = {"head_dim": layer.head_dim, "value_dim": layer.value_dim}
     choice = choose_core(device, dtype, layer.span, dropout=layer.dropout, **sizes)
     is_cut = layer.mesh.cp.size > 1
@@ -443,6 +447,8 @@ def _attention_choice(layer: Attention, device: torch.device, dtype: torch.dtype
 def _product_choices(
     layer: MixtureOfExperts, device: torch.device, dtype: torch.dtype
 ) -> list[TableRow]:
+    if layer.experts.uses_engine:
+        return [TableRow("products of experts", "Transformer Engine", _ASKED)]
     choices = []
     for name in (layer.experts.first_name, "down"):
         weights = layer.experts.weights(name)

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from lightning_megatron.graphs.effects import EffectObservers
 from lightning_megatron.graphs.update_graph import Update, UpdateGraph
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.models.fp8_layers import weights_in_eight_bits
 from lightning_megatron.models.layered import neighbours_in
 from lightning_megatron.models.stage import pipelined_modules
@@ -191,7 +190,7 @@ class TrainingState:
     def _set_weight_readers(self) -> None:
         """Let linear layers read the weights that are now kept in 8 bits, and cast all others."""
         for names, linear in self._eight_bits.items():
-            if isinstance(linear.scaling, Scaling):
+            if linear.scaling is not None:
                 linear.scaling = linear.scaling.reading(self.main.stored_weight(names))
 
     def leave_eight_bits(self, *, gathers: bool) -> None:

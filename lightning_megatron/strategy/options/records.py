@@ -10,7 +10,7 @@ from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.nccl_options import read_nccl_options
 from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import Transport
-from lightning_megatron.plan.fp8 import Backend
+from lightning_megatron.plan.fp8 import Backend, EnginePart
 from lightning_megatron.plan.settings import Count, Elements, Index, Range, coerce_fields
 
 #: Durations above 31 years overflow the nanosecond clocks of communication libraries.
@@ -96,8 +96,9 @@ class LinearOptions:
     Args:
         backend: Library of the matrix products and norms of this package's models: native (torch
             and the kernels of this package) or te (NVIDIA's Transformer Engine, the extra `te`).
-            Parameters, communication, checkpoints, embeddings, the head and routed experts stay the
-            same.
+            Parameters, communication, checkpoints, embeddings and the head stay the same.
+        parts: What te computes: products and norms, attention (its DotProductAttention), experts
+            (its grouped products). The rest is native.
         overlap: Whether matrix products next to tp's communication are split into pieces that
             overlap with it, through memory shared by the ranks. It needs half precision, GPUs of
             one host with direct access to each other (NVLink), and two buffers of the size of a
@@ -105,10 +106,20 @@ class LinearOptions:
     """
 
     backend: Backend = "native"
+    parts: tuple[EnginePart, ...] = ("products", "norms")
     overlap: bool = False
 
     def __post_init__(self) -> None:
         coerce_fields(self, "linear.")
+        if self.backend == "native" and self.parts != type(self).parts:
+            raise ParallelPlanError(
+                f"linear.parts ({', '.join(self.parts)}) needs linear.backend 'te': the backend is "
+                "'native', which computes all parts. Set the backend, or leave linear.parts out."
+            )
+
+    def backend_of(self, part: EnginePart) -> Backend:
+        """Return the library that computes a part."""
+        return self.backend if part in self.parts else "native"
 
 
 @dataclass(frozen=True, kw_only=True)

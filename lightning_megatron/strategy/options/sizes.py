@@ -64,7 +64,8 @@ def check_sizes(
         check_places(config, options)
         check_context_transport(config, options, layout)
         if options.products is not None:
-            check_fp8_config(config, options.products, layout.tp, options.linear.backend)
+            backend = options.linear.backend_of("products")
+            check_fp8_config(config, options.products, layout.tp, backend)
     if not is_fit:
         return
     whole = getattr(data, "global_batch", None)
@@ -122,7 +123,19 @@ def configs_of(
 
 
 def check_places(config: ModelConfig, options: StrategyOptions) -> None:
-    """Refuse clones of experts with biases, and more places than other ranks have experts."""
+    """Refuse clones of experts with biases, more places than other ranks have experts, and
+    attention that Transformer Engine does not compute.
+    """
+    found = {
+        "attention sinks": getattr(config, "attention_sinks", False),
+        "ALiBi": getattr(config, "position", None) == "alibi",
+    }
+    for what, has in found.items():
+        if has and options.linear.backend_of("attention") == "te":
+            raise UnsupportedError(
+                f"linear.parts ('attention') with backend 'te' cannot compute {what}, which the "
+                "model has. Leave attention out of linear.parts."
+            )
     if options.clones is not None and config.experts is not None:
         config.experts.check_clones()
         options.clones.check(config.experts.num_experts, options.ep)

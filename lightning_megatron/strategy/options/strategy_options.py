@@ -20,7 +20,7 @@ from lightning_megatron.plan.custom_schedule import (
     shape_of_order,
 )
 from lightning_megatron.plan.expert_clones import ExpertClones
-from lightning_megatron.plan.fp8 import FP8, FP8Recipe, check_fp8_products
+from lightning_megatron.plan.fp8 import FP8, EnginePart, FP8Recipe, check_fp8_products
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.microbatches import MicrobatchRule
 from lightning_megatron.plan.model_shape import LossChunk
@@ -175,9 +175,36 @@ class StrategyOptions:
         linear = self.linear
         self._check_sequence_parallel()
         check_fp8_products(
-            self.products, linear.overlap, linear.backend, self.graph_mode, self.optimizer.zero
+            self.products,
+            linear.overlap,
+            linear.backend_of("products"),
+            self.graph_mode,
+            self.optimizer.zero,
         )
+        self._check_engine_parts()
         check_transport_option(self.context.transport, self.cp)
+
+    def _check_engine_parts(self) -> None:
+        """Refuse attention and experts of Transformer Engine beside what they cannot do."""
+        has_core = "full_except_core" in Recomputation.of(self.recompute).parts
+        cases: list[tuple[EnginePart, bool, str]] = [
+            ("attention", self.cp > 1, f"cp ({self.cp}) above 1, because its exchange has process "
+             "groups and pieces of sequences of its own"),
+            ("attention", has_core, "recompute='full_except_core', because it does not return the "
+             "log-sum-exps that are kept"),
+        ]  # fmt: skip
+        if self.linear.backend == "te" and self.graph_mode is not None:
+            raise ParallelPlanError(
+                "linear.backend ('te') cannot be used with cuda_graphs: replays of captured steps "
+                "with Transformer Engine gave wrong values or invalid memory accesses on GPUs. "
+                "Leave one of them out."
+            )
+        for part, is_used, what in cases:
+            if is_used and self.linear.backend_of(part) == "te":
+                raise ParallelPlanError(
+                    f"linear.parts ({part!r}) with backend 'te' cannot be used with {what}. Leave "
+                    "one of them out."
+                )
 
     def _check_schedule(self) -> None:
         group_size = self.pipeline.microbatch_group_size
