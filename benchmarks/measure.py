@@ -75,7 +75,7 @@ def mark_on_device() -> torch.cuda.Event:
 _ROW_STARTS = 3
 
 
-def _seconds_between(begin: Any, end: Any) -> float:
+def seconds_between(begin: Any, end: Any) -> float:
     """Return the time between two events on the device, or between two times of the host (s)."""
     if isinstance(begin, float):
         return end - begin
@@ -232,7 +232,7 @@ class Measure(Callback):
         if self._row_ends:
             # Omit the first steps in a row, because the host waited for the device before them.
             self.row_seconds = [
-                _seconds_between(begin, end)
+                seconds_between(begin, end)
                 for begin, end in zip(self._row_ends, self._row_ends[1:], strict=False)
             ][_ROW_STARTS - 1 :]
             self.losses += torch.stack(self._losses).tolist()

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from benchmarks.routing import set_routing
+from benchmarks.routing import ForcedRouting, workload_of
 from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
@@ -146,8 +146,10 @@ class Trained(LightningModule):
 
     Args:
         config: Configuration of the model.
-        routing: Name of the routing; see ``benchmarks/routing.py``.
+        routing: Name of the routing; see ``benchmarks/routing.py``. Several names of workloads,
+            separated by commas, follow each other.
         num_tokens: Number of tokens per microbatch, for routings other than ``natural`` (tokens).
+        steps_each: Steps of each of several workloads, which begins with its step 0 (steps).
     """
 
     def __init__(
@@ -155,19 +157,38 @@ class Trained(LightningModule):
         config: GPTConfig,
         routing: str = "natural",
         num_tokens: int = 0,
+        steps_each: int = 0,
     ) -> None:
         super().__init__()
         self.config = config
-        self.routing = routing
+        self.workloads = [workload_of(name) for name in routing.split(",")]
         self.num_tokens = num_tokens
+        self.steps_each = steps_each
         self.model: GPT | None = None
+        self._forced: ForcedRouting | None = None
+        self._phase: tuple[int, int] | None = None
 
     def configure_model(self) -> None:
         """Build this rank's part of the model."""
         if self.model is None:
             mesh: Any = self.device_mesh
             self.model = GPT(self.config, mesh=mesh, seed=1234)
-            set_routing(self.model, self.routing, self.num_tokens, mesh.data.rank)
+            if self.workloads[0] is not None:
+                data = mesh.data
+                self._forced = ForcedRouting.of(self.model, self.num_tokens, data.rank, data.size)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Force the experts of this step."""
+        step = self.trainer.global_step
+        number, step = divmod(step, self.steps_each) if self.steps_each else (0, step)
+        workload = self.workloads[number]
+        if workload is None or self._forced is None:
+            return
+        # Later steps with the same experts cost nothing.
+        phase = number, workload.phase(step)
+        if phase != self._phase:
+            self._forced.set(workload, step)
+        self._phase = phase
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean loss."""

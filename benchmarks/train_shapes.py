@@ -9,7 +9,9 @@ the previous step and includes loading the batch and all work of Lightning. The 
 device after each step, or not at all with ``--in-a-row``. Products in 8 bits are an option of the
 strategy, ``--options '{"fp8": "tensorwise"}'``. ``--rows packed`` gives the model the lengths of
 random documents in each row, and ``--rows mask`` describes the same documents by a dense mask.
-``benchmarks/step.py`` runs this program with several options and prints a table.
+``--workloads W1,W2`` measures one workload of experts after the other (``benchmarks/routing.py``;
+without names, all eight). ``benchmarks/step.py`` runs this program with several options and prints
+a table.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from benchmarks.measure import FLOP_RULE, QUIET, Measure, merged, option_parser
+from benchmarks.routing import WORKLOADS
 from benchmarks.shapes import (
     LAYOUTS,
     ROWS,
@@ -39,28 +42,33 @@ from benchmarks.shapes import (
     seen_length,
 )
 from benchmarks.step_callbacks import GraphFigures, OptimizerTime, SaveStall, StageTimes
+from benchmarks.workload_figures import WorkloadFigures, steps_each
 from lightning_megatron import MegatronStrategy, Profile
 from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.models.config import GPTConfig
 
-_WITH_RESULTS = (OptimizerTime, StageTimes, SaveStall, GraphFigures)
+_WITH_RESULTS = (OptimizerTime, StageTimes, SaveStall, GraphFigures, WorkloadFigures)
 
 
 def build_callbacks(
     args: argparse.Namespace, out: Path, lengths: list[int]
 ) -> tuple[list[Any], int]:
     """Return the callbacks, and the number of steps that they need."""
+    names = args.workloads.split(",") if args.workloads else []
+    end = len(names) * steps_each(args) or args.warmup + args.steps
     measure = Measure(
         str(out),
         f"{args.model} {args.layout}",
         warmup=args.warmup,
-        steps=args.steps,
-        in_a_row=args.in_a_row,
+        steps=end - args.warmup,
+        in_a_row=args.in_a_row or bool(names),
         seq_length=seen_length(lengths),
         row_steps=args.row_steps,
     )
     callbacks: list[Any] = [measure, GraphFigures()]
-    end = measure.last_step if args.row_steps else args.warmup + args.steps
+    if names:
+        return [*callbacks, WorkloadFigures(names, args.warmup, args.steps)], end
+    end = measure.last_step if args.row_steps else end
     if args.profile:
         host = not args.device_only or args.accelerator == "cpu"
         profile = Profile(end, args.profile_steps, folder=args.profile, host=host)
@@ -82,12 +90,19 @@ def module_and_data(
 ) -> tuple[Trained, Tokens]:
     """Return the module and the dataset of a kind of rows."""
     if args.rows == "whole":
-        num_tokens = batch * config.max_seq_length
-        routing = "balanced" if args.forced_balance else args.routing
-        module = Trained(config, routing, num_tokens)
+        num_tokens = microbatch_of(args, batch) * config.max_seq_length
+        routing = args.workloads or ("balanced" if args.forced_balance else args.routing)
+        steps = steps_each(args) if args.workloads else 0
+        module = Trained(config, routing, num_tokens, steps)
         return module, Tokens(config, num_samples)
     module = TrainedOnDocuments(config, lengths, args.rows == "mask")
     return module, PackedTokens(config, num_samples, lengths)
+
+
+def microbatch_of(args: argparse.Namespace, batch: int) -> int:
+    """Return the samples of a microbatch."""
+    usual = 1 if LAYOUTS[args.layout].pp > 1 else batch
+    return int(json.loads(args.options).get("microbatch_size", usual))
 
 
 def trainer_of(
@@ -104,7 +119,7 @@ def trainer_of(
     # No callback reads parameters, so gathering them can overlap with the next step.
     usual: dict[str, Any] = {
         "optimizer": {"overlap_parameters": True},
-        "microbatch_size": 1 if layout.pp > 1 else batch,
+        "microbatch_size": microbatch_of(args, batch),
     }
     chosen = merged(usual, options, json.loads(args.options))
     return Trainer(
@@ -185,7 +200,14 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--routing",
         default="natural",
-        help="balanced, natural, zipf:EXPONENT:random or zipf:EXPONENT:ordered",
+        help="natural, balanced or a workload, such as W2; see benchmarks/routing.py",
+    )
+    add(
+        "--workloads",
+        nargs="?",
+        const=",".join(WORKLOADS),
+        default="",
+        help="workloads of experts to measure one after the other, separated by commas",
     )
     add("--out", default="runs/train_shapes.json", help="file for the measurements of rank 0")
     return result

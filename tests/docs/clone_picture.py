@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
-from benchmarks.routing import Popularity
+from benchmarks.routing import WORKLOADS, Workload
 from benchmarks.shapes import SHAPES
 from lightning_megatron.plan.expert_clones import (
     BANDWIDTH,
@@ -25,19 +25,20 @@ TABLE = re.compile(r"(?<=<!-- planned clones -->\n)(?:\|.*\n)+")
 #: Number of ranks, tokens per rank, and layers; every layer routes its own tokens.
 RANKS, TOKENS, DRAWS = 4, 4096, 12
 PLACES = (0, 1, 2)
-#: Names of popularities in the table, the exponent, and whether busy experts are neighbours.
-POPULARITIES = {
-    "(1 + index)^-1.0, a new random order of experts in each layer": Popularity(1.0, False),
-    "(1 + index)^-0.6, experts in the order of their popularity": Popularity(0.6, True),
+#: Workloads of the table, by their names there.
+LOADS = {
+    f"{name}, {WORKLOADS[name]}: {num_hot} of 128 experts": Workload(name, num_hot)
+    for num_hot in (8, 32)
+    for name in ("W1", "W2")
 }
 HEAD = """\
-| popularity of experts | places per rank | rows of the busiest rank over the mean | rows \
+| workload | places per rank | rows of the busiest rank over the mean | rows \
 moved | clones | predicted gain per layer |
 |---|---|---|---|---|---|
 """
 TITLE = "Rows of each of four ranks over the mean, in one layer of Qwen3-30B-A3B's shape (plan)"
 _COLOURS = ("#c0504d", "#f0ad4e", "#4f81bd")
-_UNIT, _BAR, _TOP = 70, 14, 62
+_UNIT, _BAR, _TOP = 40, 14, 62
 SHAPE = SHAPES["qwen3_12"]
 
 
@@ -54,7 +55,7 @@ class Planned:
 
 @cache
 def planned(name: str, places: int) -> Planned:
-    """Plan clones for Qwen3-30B-A3B's shape under a popularity; 0 places give no clones."""
+    """Plan clones for Qwen3-30B-A3B's shape under a workload; 0 places give no clones."""
     experts, plans = SHAPE.experts, []
     assert experts is not None, "the shape has experts"
     for layer in range(DRAWS):
@@ -82,15 +83,16 @@ def planned(name: str, places: int) -> Planned:
 def _counts(name: str, layer: int) -> list[list[int]]:
     experts = SHAPE.experts
     assert experts is not None, "the shape has experts"
-    choices = partial(POPULARITIES[name].choices, TOKENS, experts.top_k, experts.num_experts, layer)
-    draws = (choices(rank, "cpu") for rank in range(RANKS))
-    return [draw.flatten().bincount(minlength=experts.num_experts).tolist() for draw in draws]
+    sizes = TOKENS * RANKS, experts.top_k, experts.num_experts
+    choices = LOADS[name].choices(*sizes, seed=layer, step=0, device="cpu")
+    parts = choices.chunk(RANKS)
+    return [part.flatten().bincount(minlength=experts.num_experts).tolist() for part in parts]
 
 
 def table() -> str:
     """Return the table of the page."""
     lines = []
-    for name in POPULARITIES:
+    for name in LOADS:
         for places in PLACES:
             plan = planned(name, places)
             cells = [name, str(places), f"{plan.max_over_mean:.2f}", "", "", ""]
@@ -101,16 +103,16 @@ def table() -> str:
 
 
 def picture() -> str:
-    """Return the picture: bars for the rows of every rank, by popularity and places."""
+    """Return the picture: bars for the rows of every rank, by workload and places."""
     width, parts = 760, [text(10, 20, TITLE)]
     for place, colour in zip(PLACES, _COLOURS, strict=True):
         label = f"{place} place{'s' * (place > 1)} per rank" if place else "without clones"
         x = 10 + 170 * place
         parts += [box(x, 32, 12, 12, colour), text(x + 18, 43, label)]
-    for number, name in enumerate(POPULARITIES):
+    for number, name in enumerate(LOADS):
         floor = _TOP + (number + 1) * (2 * _UNIT + 60) - 30
         mean = f"M10 {floor - _UNIT}H{width - 10}"
-        parts.append(text(10, floor + 34, f"popularity {name}"))
+        parts.append(text(10, floor + 34, name))
         parts.append(f"<path d='{mean}' stroke='#333' stroke-dasharray='4 3'/>")
         parts += [text(44 + 175 * rank, floor + 16, f"rank {rank}") for rank in range(RANKS)]
         for group, places in enumerate(PLACES):
@@ -118,7 +120,7 @@ def picture() -> str:
                 x, tall = 40 + 175 * rank + (_BAR + 4) * group, round(rows * _UNIT)
                 parts.append(box(x, floor - tall, _BAR, tall, _COLOURS[group]))
         parts.append(f"<path d='M10 {floor}H{width - 10}' stroke='#333'/>")
-    return picture_of(width, _TOP + len(POPULARITIES) * (2 * _UNIT + 60), parts)
+    return picture_of(width, _TOP + len(LOADS) * (2 * _UNIT + 60), parts)
 
 
 def numbers_of(text: str) -> list[float]:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.routing import in_turn
+from benchmarks.routing import Workload
 from lightning_megatron.experts.routing import scores
 from lightning_megatron.experts.transport.row_limit import LayerRows, RowLimit
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -71,7 +71,8 @@ def dense_costs(size: int) -> dict[str, tuple[Costs, Costs]]:
 
 
 def select_in_turn(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -> Tensor:
-    return in_turn(logits.shape[0], config.top_k, config.num_experts, logits.device)
+    sizes = logits.shape[0], config.top_k, config.num_experts
+    return Workload("W0").choices(*sizes, seed=0, step=0, device=logits.device)
 
 
 def expert_costs(size: int) -> dict[str, tuple[Costs, Costs]]:
