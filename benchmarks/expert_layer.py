@@ -2,32 +2,43 @@
 
     python -m benchmarks.expert_layer
     python -m benchmarks.expert_layer --inputs kept again
+    python -m benchmarks.expert_layer --workloads W0 W1 W2 W6 W2:8 --ranks 2
 
 The benchmark runs one layer in bfloat16, forward and backward. The inputs of experts are kept for
 the backward pass, or the backward pass sorts them again. Weights and float32 gradient sums lie
 contiguously as in training. The device time is the median of single passes that the host has queued
 before they start, each with a cold cache. The time by kernel is the mean under torch.profiler. The
 host time is the time to queue the passes.
+
+With ``--workloads`` it times the experts, forward and backward, with the rows of the busiest of
+several ranks, for whose products all others wait, with 0, 1 and 2 places for clones. That is the
+time of a layer on these ranks without transports, puts of weights and reads of gradients.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measure import device_time, heading, option_parser
+from benchmarks.routing import Workload, workload_of
+from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.experts.layer import MixtureOfExperts
+from lightning_megatron.experts.routing.balance import tokens_per_expert
+from lightning_megatron.experts.transport.cloning import place_clones
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot, slot_of
 from lightning_megatron.layers.parameters.init import initialize_
+from lightning_megatron.plan.expert_clones import MIN_ROWS_ON_GPUS
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.strategy.profiling.step_parts import part_of
 
@@ -44,8 +55,9 @@ def laid_out(module: nn.Module) -> nn.Module:
     """Move the parameters and their gradient slots into two contiguous buffers, as in training."""
     parameters = list(module.parameters())
     total = sum(parameter.numel() for parameter in parameters)
-    values = torch.empty(total, dtype=DTYPE, device="cuda")
-    sums = torch.zeros(total, device="cuda")
+    device = parameters[0].device
+    values = torch.empty(total, dtype=DTYPE, device=device)
+    sums = torch.zeros(total, device=device)
     start = 0
     for parameter in reversed(parameters):
         stop = start + parameter.numel()
@@ -160,6 +172,99 @@ def measure(num_experts: int, num_tokens: int, rounds: int, inputs: str) -> list
     return lines
 
 
+@dataclass(frozen=True)
+class BusiestRank:
+    """Rows of the rank with the most rows under a workload.
+
+    Args:
+        rows: Number of rows of each of its own experts, then of each place for a clone.
+        mean: Number of rows of a rank, as a mean over all.
+    """
+
+    rows: Tensor
+    mean: float
+
+    @classmethod
+    def of(
+        cls, workload: Workload, sizes: tuple[int, int, int], places: int, num_ranks: int
+    ) -> Self:
+        """Plan clones for step 7 of a workload: a burst of W7, and the third place of W6.
+
+        Args:
+            sizes: Tokens of a rank, experts of a token, and experts.
+            places: Places for clones on each rank; 0 plans none.
+        """
+        num_tokens, top_k, num_experts = sizes
+        everywhere = workload.choices(
+            num_tokens * num_ranks, top_k, num_experts, seed=0, step=7, device="cpu"
+        )
+        counts = [tokens_per_expert(part, num_experts) for part in everywhere.chunk(num_ranks)]
+        by_rank = torch.stack(counts).long()
+        least = MIN_ROWS_ON_GPUS if places else int(by_rank.sum()) + 1
+        plan = place_clones(by_rank, max(places, 1), least)
+        left = by_rank.sum(0)
+        for owner, amount in zip(plan.owners.tolist(), plan.amounts.tolist(), strict=True):
+            left[owner] -= amount if owner >= 0 else 0
+        busiest = int(plan.rows.argmax())
+        arrived = plan.amounts.view(num_ranks, -1)[busiest, :places]
+        rows = torch.cat([left.view(num_ranks, -1)[busiest], arrived])
+        assert int(rows.sum()) == int(plan.rows[busiest]), "the plan counts the same rows"
+        return cls(rows, float(plan.rows.double().mean()))
+
+
+def workload_line(
+    name: str,
+    places: int,
+    experts: GroupedMLP,
+    busiest: BusiestRank,
+    time_of: Callable[[Callable[[], Any]], float],
+) -> str:
+    """Time the experts of the busiest rank, and return a row of the table."""
+    device = next(experts.parameters()).device
+    ends = busiest.rows.cumsum(0).int().to(device)
+    num_rows = int(busiest.rows.sum())
+    rows = torch.randn(num_rows, HIDDEN_SIZE, device=device).to(DTYPE).requires_grad_()
+    scales = torch.rand(num_rows, device=device).requires_grad_()
+    clones = None
+    if places:
+        stacks = [torch.randn(places, *own[0].shape, device=device) for own in experts.matrices()]
+        clones = [(stack.to(DTYPE), torch.zeros_like(stack)) for stack in stacks]
+
+    def step() -> None:
+        rows.grad = scales.grad = None
+        experts(rows, scales, ends, clones).backward(rows.detach())
+
+    step()
+    return (
+        f"| {name} | {places} | {busiest.mean:,.0f} | {num_rows:,} | "
+        f"{num_rows / busiest.mean:.2f} | {time_of(step):,.0f} |"
+    )
+
+
+def workload_lines(
+    names: Sequence[str],
+    sizes: tuple[int, int, int],
+    num_ranks: int,
+    device: torch.device,
+    time_of: Callable[[Callable[[], Any]], float],
+) -> list[str]:
+    """Time the busiest rank under each workload, with 0, 1 and 2 places for clones."""
+    _, top_k, num_experts = sizes
+    config = ExpertsConfig(
+        num_experts=num_experts // num_ranks, top_k=top_k, ffn_hidden_size=FFN_SIZE
+    )
+    experts = GroupedMLP(HIDDEN_SIZE, config, ParallelMesh.single(device, seed=0))
+    initialize_(experts, device, 0)
+    laid_out(experts.to(device, DTYPE))
+    lines = heading("workload", "places", "rows of a rank", "busiest rank", "over mean", "us")
+    for name, places in product(names, (0, 1, 2)):
+        workload = workload_of(name)
+        assert workload is not None, "the router chooses no experts here"
+        busiest = BusiestRank.of(workload, sizes, places, num_ranks)
+        lines.append(workload_line(name, places, experts, busiest, time_of))
+    return lines
+
+
 def main() -> None:
     """Measure all sizes and print the report."""
     parser = option_parser(__doc__)
@@ -174,8 +279,20 @@ def main() -> None:
         help="inputs of experts: kept, or sorted again by the backward pass",
     )
     add("--rounds", type=int, default=9, help="timed passes")
+    add("--workloads", nargs="*", default=[], help="workloads of benchmarks/routing.py")
+    add("--ranks", type=int, default=2, help="ranks that share the experts of a workload")
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {DTYPE}", flush=True)
+    if options.workloads:
+
+        def median(step: Callable[[], Any]) -> float:
+            return statistics.median(device_time(step, HEAD_START) for _ in range(options.rounds))
+
+        sizes = options.tokens, TOP_K, options.experts[0]
+        device = torch.device("cuda")
+        report = workload_lines(options.workloads, sizes, options.ranks, device, median)
+        print("\n".join(report))
+        return
     for num_experts, inputs in product(options.experts, options.inputs):
         report = measure(num_experts, options.tokens, options.rounds, inputs)
         print("\n".join(report), flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import expert_layer
 from benchmarks.routing import WORKLOADS, Workload, workload_of
 from benchmarks.shapes import Trained
 from benchmarks.step import WORKLOAD_COLUMNS, workload_cases, workload_rows
@@ -98,6 +100,31 @@ def test_a_case_of_workloads_is_a_training_of_all_of_them():
     args = parser().parse_args(["--layout", "ep2", "--workloads"])
     given = parser().parse_args(training_line(args, cases[-1][1]))
     assert given.workloads == ",".join(WORKLOADS)
+
+
+def test_the_experts_of_the_busiest_rank_have_the_planned_rows(monkeypatch):
+    for name, value in (("HIDDEN_SIZE", 16), ("FFN_SIZE", 8), ("MIN_ROWS_ON_GPUS", 8)):
+        monkeypatch.setattr(expert_layer, name, value)
+    sizes = TOKENS // 2, TOP_K, EXPERTS
+    calls: list[Callable[[], Any]] = []
+
+    def time_of(step: Callable[[], Any]) -> float:
+        calls.append(step)
+        return 0.0
+
+    names = ("W0", "W2", "W5")
+    lines = expert_layer.workload_lines(names, sizes, 2, torch.device("cpu"), time_of)
+    expected = []
+    for name in names:
+        counts = [rows_of(part) for part in choices(name).chunk(2)]
+        totals = [sum(column) for column in zip(*counts, strict=True)]
+        plain, even = max(sum(totals[:8]), sum(totals[8:])), TOKENS * TOP_K // 2
+        rows = [plain, *(max(plan_clones(counts, places, 8).rows) for places in (1, 2))]
+        expected += [
+            f"| {name} | {number} | {even:,} | {most:,} |" for number, most in enumerate(rows)
+        ]
+    assert len(calls) == len(expected) == len(lines) - 2
+    assert all(map(str.startswith, lines[2:], expected))
 
 
 # A training with W6.
