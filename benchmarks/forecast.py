@@ -29,6 +29,7 @@ from benchmarks.shapes import Tokens, Trained, changed
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.forecast.cluster import Cluster
 from lightning_megatron.forecast.step_time import estimate_time
+from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.budget import GIB
 from lightning_megatron.strategy.callbacks.memory_report import MemoryReport, StageReport
 from lightning_megatron.strategy.memory_estimate import MemoryCase
@@ -196,6 +197,7 @@ def _times(case: MemoryCase, figures: dict[str, Any]) -> str:
     measured = figures.get("row_mean_ms")
     if measured is None:
         return "n/a | n/a"
+    assert isinstance(case.model, GPTConfig), "all cases are of models of this package"
     cluster = Cluster(num_gpus=case.layout.world_size)
     # The callbacks of these runs may read parameters, which are therefore gathered before.
     step = estimate_time(case.model, case.layout, case.training, cluster, overlaps_gathers=False)

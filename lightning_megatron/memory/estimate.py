@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -77,6 +77,7 @@ def estimate_module(
     training: TrainingShape,
     kind: str = "cuda",
     plans: ModulePlans | None = None,
+    stages: Sequence[int] = (),
 ) -> tuple[StageMemory, ...]:
     """Estimate the peak memory of every stage of any module, as :func:`estimate_memory` does.
 
@@ -87,11 +88,13 @@ def estimate_module(
     Args:
         module: Module as it is before a fit, such as a LightningModule; it does not change.
         batch: Batch of a data-parallel rank, of which a microbatch is the first part. Its values
-            are not read.
+            are not read, but for integers that the host reads in training, such as the positions of
+            packed documents.
         layout: Sizes of the axes.
         training: Settings of the step; ``seq_length`` has no use, the batch has the tokens.
         kind: Kind of the device, "cuda" or "cpu".
         plans: How ``fit`` shards the module; None means without plans among its options.
+        stages: Stages to estimate; empty means all.
 
     Returns:
         One estimate for each stage, for its first rank.
@@ -104,14 +107,14 @@ def estimate_module(
     training = replace(training, seq_length=layout.cp * layout.tp)
     check_shape(layout, training)
     name = type(module).__name__
-    stages = []
-    for stage in range(layout.pp):
+    estimates = []
+    for stage in stages or range(layout.pp):
         with naming_the_line(f"the memory of {name}", _MEASURED):
             lone = LoneStage.of_module(
                 module, batch, layout, training, stage, kind, plans or ModulePlans()
             )
-            stages.append(_memory_of(lone, training, stage))
-    return tuple(stages)
+            estimates.append(_memory_of(lone, training, stage))
+    return tuple(estimates)
 
 
 @contextmanager

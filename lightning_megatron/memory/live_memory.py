@@ -34,6 +34,8 @@ class LiveMemory(TorchDispatchMode):
         #: Bytes of the tensors on the host that exist now, which are in no other number.
         self.host = 0
         self._is_on_host = False
+        #: Whether tensors that are made now count.
+        self.is_counting = True
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """Count the memory of some tensors as nothing; the caller keeps them."""
@@ -82,7 +84,7 @@ class LiveMemory(TorchDispatchMode):
         key = storage._cdata
         if key in self._sizes:
             return
-        size = -(-storage.nbytes() // self._multiple) * self._multiple
+        size = -(-storage.nbytes() // self._multiple) * self._multiple * self.is_counting
         if self._is_on_host:
             self._sizes[key] = 0
             self.host += size

@@ -19,6 +19,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.half_types import default_dtype
 from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.memory.module_copy import (
+    batch_on_host,
     batch_without_elements,
     copy_without_elements,
     step_of,
@@ -142,7 +143,7 @@ class LoneStage:
         plans: ModulePlans,
     ) -> LoneStage:
         """Shard a copy of a module for the first rank of a stage; see ``estimate_module``."""
-        part = split_batch(batch, training.microbatch_size)[0]
+        part = split_batch(batch_on_host(batch), training.microbatch_size)[0]
         experts = [model.config.experts for model in layered_modules(source)]
         tops = [one.top_k for one in experts if one is not None]
         num_tokens = -(-count_tokens(part.data) // layout.cp)
@@ -170,7 +171,9 @@ class LoneStage:
             module.to(device=device.device)
             join_frozen(layered_modules(module))
             converts = dtype is not torch.float32 and not layered_modules(module)
-            data = batch_without_elements(part.data, dtype if converts else None)
+            converted = dtype if converts else None
+            with device.on_host():
+                data = batch_without_elements(part.data, converted, mesh.host_values)
         microbatch = Microbatch(data, part.num_samples)
         return cls._prepare(device, mesh, module, training, step_of(module), microbatch)
 

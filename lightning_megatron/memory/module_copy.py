@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.host_values import HostValues
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.models.stage import PipelinedModule, pipelined_modules
@@ -80,7 +81,7 @@ def copy_without_elements(
     try:
         with _TwinsForCopies(device):
             copy: nn.Module = deepcopy(module, memo)
-    except (TypeError, RuntimeError, AttributeError) as error:
+    except Exception as error:
         raise UnsupportedError(
             f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error})"
         ) from error
@@ -103,18 +104,34 @@ def _whole_twin(model: PipelinedModule) -> nn.Module:
     return whole.train(model.training)
 
 
-def batch_without_elements(batch: Any, dtype: torch.dtype | None) -> Any:
+def batch_on_host(batch: Any) -> Any:
+    """Return a batch with its integers on the host, and without the elements of other tensors."""
+
+    def convert(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return rebuild(value, convert)
+        is_read = not (value.is_floating_point() or value.is_complex())
+        return value.detach().cpu() if is_read else torch.empty_like(value, device=_META)
+
+    return convert(batch)
+
+
+def batch_without_elements(batch: Any, dtype: torch.dtype | None, host: HostValues) -> Any:
     """Return a batch whose tensors have no elements.
 
     Args:
         dtype: What floating-point tensors are converted to; None leaves them.
+        host: Where the host finds values that it reads in training, too.
     """
 
     def convert(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return rebuild(value, convert)
         is_converted = dtype is not None and value.is_floating_point()
-        return torch.empty(value.shape, dtype=dtype if is_converted else value.dtype, device="meta")
+        empty = torch.empty(value.shape, dtype=dtype if is_converted else value.dtype, device=_META)
+        if not value.is_meta:
+            host.note(empty, value)
+        return empty
 
     return convert(batch)
 

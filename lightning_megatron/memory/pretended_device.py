@@ -32,6 +32,7 @@ from lightning_megatron.groups.lone_mesh import functions_of_groups
 from lightning_megatron.layers.attention import flex
 from lightning_megatron.layers.fused import choose_kernels
 from lightning_megatron.memory.live_memory import LiveMemory
+from lightning_megatron.models.shape_inference import ShapeInference
 from lightning_megatron.plan.grouped_gemm import workspace_bytes
 from lightning_megatron.swap.weights import load
 
@@ -203,6 +204,18 @@ class PretendedDevice(LiveMemory):
 
         return made
 
+    def _uncounted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function whose tensors do not count, because it only finds out shapes."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self.is_counting = False
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.is_counting = True
+
+        return called
+
     def _patch_groups(self, stack: ExitStack) -> None:
         """Leave out collectives, and answer reads of row counts by even shares."""
 
@@ -215,6 +228,7 @@ class PretendedDevice(LiveMemory):
             return list(map(slice, bounds, bounds[1:]))
 
         self._put(stack, RowCounts, "read", totals)
+        self._put(stack, ShapeInference, "of_call", self._uncounted(ShapeInference.of_call))
         self._put(stack, backends, "_groups", groups)
         for owner, name, answer in functions_of_groups(self.device):
             self._put(stack, owner, name, answer)

@@ -13,11 +13,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.routing.statistics import StepStatistics
 from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.cuda import RunStream
@@ -61,8 +62,12 @@ from lightning_megatron.strategy.checks.module_comparison import (
 )
 from lightning_megatron.strategy.checks.run_checks import check_data, configuration_fields
 from lightning_megatron.strategy.layout_choice import choose_layout
-from lightning_megatron.strategy.logs.run_table import show_choices
-from lightning_megatron.strategy.memory_estimate import estimate_before_batches
+from lightning_megatron.strategy.logs.run_table import show_choices, show_memory
+from lightning_megatron.strategy.memory_estimate import (
+    estimate_before_batches,
+    estimate_with_batch,
+    twin_before_sharding,
+)
 from lightning_megatron.strategy.optimization.empty_optimizers import (
     build_optimizers_of_stage,
     check_trained_somewhere,
@@ -161,6 +166,8 @@ class MegatronStrategy(RankStrategy):
         self._run: Run | None = None
         #: Samples of a batch of this rank, and tokens of a sample, where they are known.
         self._batches: tuple[int | None, int | None] = (None, None)
+        self._twin: nn.Module | UnsupportedError | None = None
+        self._shows_memory = False  #: Whether the next batch shows the estimate of a step.
 
     @property
     def run(self) -> Run:
@@ -358,6 +365,8 @@ class MegatronStrategy(RankStrategy):
         self.accelerator.setup(trainer)
         count_replicas_once(trainer, self.layout.world_size // self.layout.dp)
         check_same_module(self.user_module, self.mesh, is_new=self._run is None)
+        if self._run is None or self._run.module is not self.user_module:
+            self._twin = twin_before_sharding(self.user_module, self.mesh)
         models = shard_module(self.user_module, self.mesh, self.options)
         if self.is_fitting:
             update_callbacks(trainer, self.user_module, self.layout, self.options)
@@ -367,8 +376,11 @@ class MegatronStrategy(RankStrategy):
             self._create_optimizers(trainer)
         self._begin_run(layers)
         if self.is_fitting:
-            memory = estimate_before_batches(self.run, self.optimizers, *self._batches)
-            show_choices(self.user_module, self.mesh, self.options, self.precision_plugin, *memory)
+            stages, text, self._shows_memory = estimate_before_batches(
+                self.run, self.optimizers, *self._batches
+            )
+            precision = self.precision_plugin
+            show_choices(self.user_module, self.mesh, self.options, precision, stages, text)
 
     def _convert_module(self, models: Sequence[LayeredModule]) -> None:
         """Move the module to its device and precision."""
@@ -396,6 +408,7 @@ class MegatronStrategy(RankStrategy):
             self._checkpoints,
             previous,
             self._make_backend,
+            self._twin,
         )
         self.setup_precision_plugin()
         forward_zero_grad(self)
@@ -481,6 +494,10 @@ class MegatronStrategy(RankStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._checkpoints.poll()
+        if self._shows_memory:
+            self._shows_memory = False
+            memory = estimate_with_batch(self.run, self.optimizers, batch)
+            show_memory(self.user_module, self.mesh, *memory)
         if self.options.async_save and self.user_module.trainer.global_step:
             main = self.run.state.main
             self._checkpoints.reserve(self.user_module, self.optimizers, main, self.mesh)

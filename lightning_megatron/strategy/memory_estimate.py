@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero
-from torch import Tensor
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
-from lightning_megatron.memory.estimate import estimate_memory, estimate_stage
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.memory.estimate import estimate_module, estimate_stage
+from lightning_megatron.memory.lone_stage import ModulePlans
+from lightning_megatron.memory.module_copy import batch_on_host, copy_without_elements
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.nest import leaves
-from lightning_megatron.pipeline.microbatch import count_samples, count_tokens
-from lightning_megatron.plan.budget import StageMemory, TrainingShape, static_bytes
+from lightning_megatron.pipeline.microbatch import count_samples, count_tokens, split_batch
+from lightning_megatron.plan.budget import StageMemory, TrainingShape
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.model_shape import COUNTED_LENGTH
@@ -62,18 +65,32 @@ def held_bytes(run: Run, optimizers: Sequence[Optimizer]) -> dict[str, int]:
     }
 
 
+@dataclass(frozen=True, eq=False)
+class TracedModule:
+    """Module without elements as it was before it was sharded, with a microbatch on the host.
+
+    Args:
+        plans: How the run shards the module.
+    """
+
+    module: nn.Module
+    microbatch: Any
+    plans: ModulePlans
+
+
 @dataclass(frozen=True)
 class MemoryCase:
     """What the estimate of a run's memory depends on; changed fields give that of other options.
 
     Args:
-        model: Configuration of the run's only GPT.
-        layout: Sizes of the axes, with the number of layers of each stage.
+        model: Configuration of a GPT that is all of the run's module and trained as a whole; of
+            others the module, whose own step is traced.
+        layout: Sizes of the axes, of a GPT with the number of layers of each stage.
         training: Settings of the step.
         kind: Kind of the device, "cuda" or "cpu".
     """
 
-    model: GPTConfig
+    model: GPTConfig | TracedModule
     layout: ParallelLayout
     training: TrainingShape
     kind: str
@@ -82,22 +99,19 @@ class MemoryCase:
     def of(
         cls,
         run: Run,
+        model: GPT,
         optimizers: Sequence[Optimizer],
         num_samples: int,
         seq_length: int,
         input_bytes: int = TrainingShape.input_bytes,
-    ) -> MemoryCase | None:
-        """Return the case of a run; None without a single GPT.
+    ) -> MemoryCase:
+        """Return the case of a run whose module is a GPT.
 
         Args:
             num_samples: Samples of a batch of this data-parallel rank (samples).
             seq_length: Tokens of a sample (tokens).
             input_bytes: Size of a batch for each token (bytes).
         """
-        models = _models_of(run)
-        if len(models) != 1:
-            return None
-        model = models[0]
         rule = run.options.microbatches(run.mesh.layout)
         # Rows may have a token more than the model reads, such as the last label.
         shards = run.mesh.layout.cp * run.mesh.layout.tp
@@ -112,118 +126,177 @@ class MemoryCase:
             loss_chunk=model.loss_chunk,
             input_bytes=input_bytes,
         )
-        if _is_mostly_frozen(model):
-            # Of adapters, what they keep besides is left out.
-            training = replace(training, gradient_bytes=0, main_bytes=0, state_bytes=0)
         layout = replace(run.mesh.layout, stage_layers=model.partition.counts)
         return cls(model.config, layout, training, run.mesh.device.type)
 
     @classmethod
-    def of_batch(cls, run: Run, optimizers: Sequence[Optimizer], batch: Any) -> MemoryCase | None:
-        """Return the case of a run with a batch; None without tokens in it or a single GPT."""
+    def of_batch(cls, run: Run, optimizers: Sequence[Optimizer], batch: Any) -> MemoryCase:
+        """Return the case of a run with a batch of this data-parallel rank.
+
+        Raises:
+            UnsupportedError: If the run cannot be traced.
+        """
         num_tokens = count_tokens(batch)
-        if not num_tokens:
-            return None
-        num_samples = count_samples(batch)
         num_bytes = sum(leaf.nbytes for _, leaf in leaves(batch) if isinstance(leaf, Tensor))
-        return cls.of(
-            run, optimizers, num_samples, num_tokens // num_samples, num_bytes // num_tokens
+        model = _gpt_of(run)
+        if model is not None and num_tokens:
+            num_samples = count_samples(batch)
+            length = num_tokens // num_samples
+            return cls.of(run, model, optimizers, num_samples, length, num_bytes // num_tokens)
+        twin = run.twin
+        if isinstance(twin, UnsupportedError):
+            raise twin
+        if twin is None or not num_bytes:
+            raise UnsupportedError("no batch with tensors is known")
+        options = run.options
+        mesh = run.mesh
+        rule = options.microbatches(mesh.layout)
+        first, *others = split_batch(batch, None if rule.is_whole else rule.size_for)
+        training = replace(
+            training_shape(run, optimizers),
+            microbatch_size=first.num_samples,
+            num_microbatches=1 + len(others),
+            recompute=options.recompute or "none",
+            input_bytes=num_bytes // num_tokens if num_tokens else 0,
         )
+        plans = ModulePlans(options.tensor_parallel_plan, options.pipeline_plan, mesh)
+        traced = TracedModule(twin, batch_on_host(first.data), plans)
+        return cls(traced, mesh.layout, training, mesh.device.type)
 
-    def estimate(self) -> tuple[StageMemory, ...]:
-        """Return the estimate of each stage."""
-        return estimate_memory(self.model, self.layout, self.training, self.kind)
+    def estimate(self, *stages: int) -> tuple[StageMemory, ...]:
+        """Return the estimate of some stages, or of all of them."""
+        model = self.model
+        if isinstance(model, GPTConfig):
+            return tuple(
+                estimate_stage(model, self.layout, self.training, stage, self.kind)
+                for stage in stages or range(self.layout.pp)
+            )
+        # The step of the user may draw numbers, which the training must draw again.
+        with isolate_rng():
+            return estimate_module(
+                model.module,
+                model.microbatch,
+                self.layout,
+                self.training,
+                self.kind,
+                model.plans,
+                stages,
+            )
 
 
-def estimate_of(run: Run, optimizers: Sequence[Optimizer], batch: Any) -> StageMemory:
-    """Estimate the memory of this rank's stage; of modules without a GPT, only the static parts.
+def twin_before_sharding(
+    module: LightningModule, mesh: ParallelMesh
+) -> nn.Module | UnsupportedError | None:
+    """Return a copy of a module without elements, or the error if it cannot be copied.
+
+    A module that is nothing but a GPT needs none: its configuration says all.
+    """
+    if _gpt_alone(module, module.parameters()):
+        return None
+    shared = {id(one): one for one in (mesh, module.trainer)}
+    try:
+        return copy_without_elements(module, shared)
+    except UnsupportedError as error:
+        return error
+
+
+def estimate_of(run: Run, optimizers: Sequence[Optimizer], batch: Any) -> tuple[StageMemory, str]:
+    """Estimate the memory of this rank's stage; if that is impossible, its static parts.
 
     Args:
         optimizers: Optimizers of the run.
         batch: A batch of this data-parallel rank; None if it is not known.
+
+    Returns:
+        Estimate; why it has static parts alone, or nothing
     """
-    stage = run.mesh.pp.rank
-    case = MemoryCase.of_batch(run, optimizers, batch)
-    if case is not None:
-        with suppress(ParallelPlanError, UnsupportedError):
-            traced = estimate_stage(case.model, case.layout, case.training, stage, case.kind)
-            return _with_static(run, optimizers, traced)
-    main = run.state.main
-    training = training_shape(run, optimizers)
-    counts = {run.mesh.data.size: 0, run.mesh.edp.size: 0}
-    for name in main.names:
-        axis = run.mesh.edp if main.spec(name).is_expert else run.mesh.data
-        counts[axis.size] += main.parameter(name).numel()
-    stored = sum(
-        weight.numel() for buffer in main.eight_bit_buffers for weight in buffer.members.values()
-    )
-    parts = [
-        static_bytes(count, size, training, stored if size == run.mesh.data.size else 0)
-        for size, count in counts.items()
-    ]
-    static = {part: sum(map(itemgetter(part), parts)) for part in STATIC_PARTS}
-    return StageMemory(
-        stage=stage, moment="", in_flight=0, num_parameters=sum(counts.values()), **static
-    )
+    try:
+        case = MemoryCase.of_batch(run, optimizers, batch)
+        return case.estimate(run.mesh.pp.rank)[0], ""
+    except (ParallelPlanError, UnsupportedError) as error:
+        return _static_of(run, optimizers), str(error)
 
 
 def estimate_before_batches(
     run: Run, optimizers: Sequence[Optimizer], batch_size: int | None, seq_length: int | None
-) -> tuple[tuple[StageMemory, ...], str]:
-    """Estimate the memory of all stages before the first batch, and say for which microbatches.
+) -> tuple[tuple[StageMemory, ...], str, bool]:
+    """Estimate the memory of all stages before the first batch.
 
-    Of a GPT only the first rank has a result, and nobody if its log is hidden. Without an estimate
-    the text says why.
+    Of a GPT only the first rank has a result, and nobody if its log is hidden; of other modules the
+    estimate has static parts.
 
     Args:
         batch_size: Samples of a batch of this rank, as its loader says; None if that is unknown.
         seq_length: Tokens of a sample; None takes the longest of the model, up to 4,096 (tokens).
 
+    Returns:
+        Estimates; microbatches that they are for, or why there are none; whether this rank calls
+        :func:`estimate_with_batch`
+
+    Communication: for other modules than a GPT one gather over the pipeline, on the CPU.
+    """
+    is_shown = run.mesh.world.rank == 0 and _SHOWN_BY.isEnabledFor(logging.INFO)
+    model = _gpt_of(run)
+    if model is None:
+        found = all_gather_objects((_static_of(run, optimizers), is_shown), run.mesh.pp_cpu)
+        text = "a step is estimated with its first batch"
+        return tuple(static for static, _ in found), text, found[0][1]
+    if not is_shown:
+        return (), "", False
+    size = run.options.microbatch_size
+    samples = batch_size or (size if isinstance(size, int) else 1)
+    case = MemoryCase.of(run, model, optimizers, samples, seq_length or COUNTED_LENGTH)
+    step = case.training
+    microbatches = f"{step.microbatch_size} x {step.seq_length:,} tokens"
+    try:
+        return case.estimate(), f"{step.num_microbatches} microbatches of {microbatches}", False
+    except (ParallelPlanError, UnsupportedError) as error:
+        return (), str(error), False
+
+
+def estimate_with_batch(
+    run: Run, optimizers: Sequence[Optimizer], batch: Any
+) -> tuple[tuple[StageMemory, ...], str]:
+    """Estimate the memory of all stages with a batch, and say for which microbatches, or why not.
+
     Communication: one gather over the pipeline, on the CPU.
     """
-    models = _models_of(run)
-    if models:
-        held = all_gather_objects(_static_parts(run, optimizers), run.mesh.pp_cpu)
-        if run.mesh.world.rank > 0 or not _SHOWN_BY.isEnabledFor(logging.INFO):
-            return (), ""
-        size = run.options.microbatch_size
-        samples = batch_size or (size if isinstance(size, int) else 1)
-        case = MemoryCase.of(run, optimizers, samples, seq_length or COUNTED_LENGTH)
-        if case is None:
-            return (), "the memory of several models is not estimated"
-        step = case.training
-        microbatches = f"{step.microbatch_size} x {step.seq_length:,} tokens"
-        try:
-            stages = [replace(e, **parts) for e, parts in zip(case.estimate(), held, strict=True)]
-            return tuple(stages), f"{step.num_microbatches} microbatches of {microbatches}"
-        except (ParallelPlanError, UnsupportedError) as error:
-            return (), str(error)
-    stages = all_gather_objects(estimate_of(run, optimizers, None), run.mesh.pp_cpu)
-    return tuple(stages), "activations are known for a GPT alone"
+    found = all_gather_objects(estimate_of(run, optimizers, batch), run.mesh.pp_cpu)
+    for _, reason in found:
+        if reason:
+            return (), reason
+    step = MemoryCase.of_batch(run, optimizers, batch).training
+    text = f"{step.num_microbatches} microbatches of {step.microbatch_size} samples"
+    return tuple(estimate for estimate, _ in found), text
 
 
-def _is_mostly_frozen(model: GPT) -> bool:
-    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
-    return 2 * trained < sum(one.numel() for one in model.parameters())
-
-
-def _static_parts(run: Run, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+def _static_of(run: Run, optimizers: Sequence[Optimizer]) -> StageMemory:
     """Return the static memory of this rank with the states that its optimizers will have."""
     main = run.state.main
     owned = sum(buffer.plan.shard_size for buffer in main.buffers)
-    return main.memory() | {"optimizer": owned * _state_bytes(run, optimizers)}
+    return StageMemory(
+        stage=run.mesh.pp.rank,
+        moment="",
+        in_flight=0,
+        num_parameters=sum(main.parameter(name).numel() for name in main.names),
+        **main.memory(),
+        optimizer=owned * _state_bytes(run, optimizers),
+    )
 
 
-def _with_static(run: Run, optimizers: Sequence[Optimizer], estimate: StageMemory) -> StageMemory:
-    """Return an estimate for all parameters with the static memory of those that are trained."""
+def _gpt_of(run: Run) -> GPT | None:
     main = run.state.main
-    if all(main.parameter(name).requires_grad for name in main.names):
-        return estimate
-    return replace(estimate, **_static_parts(run, optimizers))
+    return _gpt_alone(run.module, map(main.parameter, main.names))
 
 
-def _models_of(run: Run) -> list[GPT]:
-    return [model for _, model in pipelined_modules(run.module) if isinstance(model, GPT)]
+def _gpt_alone(module: nn.Module, parameters: Iterable[nn.Parameter]) -> GPT | None:
+    """Return the GPT that has all parameters of a module, which are trained; None for others."""
+    models = [model for _, model in pipelined_modules(module)]
+    if len(models) != 1 or not isinstance(models[0], GPT):
+        return None
+    own = set(map(id, models[0].parameters()))
+    is_all = all(one.requires_grad and id(one) in own for one in parameters)
+    return models[0] if is_all else None
 
 
 def training_shape(run: Run, optimizers: Sequence[Optimizer]) -> TrainingShape:

@@ -74,8 +74,7 @@ def explain_out_of_memory(run: Run, optimizers: Sequence[Optimizer], error: Base
         error: Error of the allocator, whose frames still hold the tensors of the step.
     """
     batch = batch_of(error, run.module.trainer)
-    case = MemoryCase.of_batch(run, optimizers, batch)
-    estimate = estimate_of(run, optimizers, batch)
+    estimate, reason = estimate_of(run, optimizers, batch)
     device = device_memory(run.mesh.device)
     held = held_bytes(run, optimizers)
     is_large = max(estimate.peak, device.total if device else 0) >= GIB
@@ -86,15 +85,16 @@ def explain_out_of_memory(run: Run, optimizers: Sequence[Optimizer], error: Base
         _held_table(title, estimate, held, device, scale),
         _tensor_table(f"largest tensors ({unit})", _known_tensors(run, optimizers, error), scale),
     ]
-    if case is not None:
+    if not reason:
         more = 0 if device is None else device.allocated - estimate.peak
         if more > _UNEXPLAINED * estimate.peak:
             parts.append(
                 f"{more / scale:.2f} {unit} are more than the estimate: look for tensors that your "
                 "code or a callback keeps from step to step."
             )
-        parts.append(_savings_table(case, unit, scale))
+        parts.append(_savings_table(MemoryCase.of_batch(run, optimizers, batch), unit, scale))
     else:
+        parts.append(f"A step has no estimate: {reason}")
         parts.append(_advice_by_share(held, device, unit, scale))
     if device is not None and device.reserved - device.allocated > device.total / 10:
         parts.append(

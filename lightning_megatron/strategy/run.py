@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.linear.feature_shard import functions_get_all_features
@@ -93,6 +94,7 @@ class Run:
         optimizers: The user's optimizers; empty outside of a fit.
         previous: Training state of an earlier run of the same strategy; None without one.
         make_backend: Function that creates the backend of CUDA graphs; None means CUDA itself.
+        twin: See ``twin_before_sharding``.
 
     Communication: collective over all ranks.
     """
@@ -108,6 +110,7 @@ class Run:
         checkpoints: RunCheckpoints,
         previous: TrainingState | None,
         make_backend: MakeBackend | None = None,
+        twin: nn.Module | UnsupportedError | None = None,
     ) -> None:
         self.module = module
         self.mesh = mesh
@@ -115,6 +118,8 @@ class Run:
         self.layers = layers
         self.is_fit = module.trainer.state.fn == TrainerFn.FITTING
         self.options = options
+        #: Copy of the module before it was sharded, whose step is traced, or why there is none.
+        self.twin = twin
         self._checkpoints = checkpoints
         self._hooks = ExitStack()
         with ExitStack() as undo:

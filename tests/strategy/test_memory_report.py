@@ -5,6 +5,11 @@ CUDA graphs for pools and copied inputs.
 from __future__ import annotations
 
 import gc
+import random
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,14 +18,14 @@ from unittest.mock import patch
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from torch import nn
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_megatron import CudaGraphs, GPTConfig
+from lightning_megatron import CudaGraphs, GPTConfig, MegatronStrategy
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.graphs.recording import RecordingInputs
 from lightning_megatron.memory.graph_pools import MeasuringBackend, PoolMemory
-from lightning_megatron.plan.budget import StageMemory
+from lightning_megatron.memory.live_memory import LiveMemory
 from lightning_megatron.strategy import megatron_strategy as strategy_module
 from lightning_megatron.strategy import memory_estimate
 from lightning_megatron.strategy.callbacks import memory_report
@@ -32,6 +37,8 @@ from lightning_megatron.strategy.callbacks.memory_report import (
 from lightning_megatron.strategy.memory_estimate import state_copies
 from tests.fits import Job, Language, Regress, Vectors, run_job, trainer_of
 from tests.graphs.jobs import strategy_of
+from tests.memory.measured import PatientMemory
+from tests.memory.own_modules import LENGTH, SAMPLES, TOKENS, Nano
 from tests.tape import EMPTY
 from tests.world import run_world
 
@@ -120,7 +127,7 @@ class Momentum(Regress):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def test_memory_of_ordinary_modules_is_counted_and_their_peak_is_unknown():
+def test_memory_of_ordinary_modules_is_counted():
     make: Any = partial(Momentum, partial(nn.Linear, 64, 64))
     options: dict[str, Any] = {"data": partial(Vectors, (64,)), "precision": "64-true"}
     (report,) = reports_of(make, **options)
@@ -129,8 +136,9 @@ def test_memory_of_ordinary_modules_is_counted_and_their_peak_is_unknown():
     parts = {"parameters": 8, "gradients": 8, "main_parameters": 0, "optimizer": 8}
     held = {name: size * count for name, size in parts.items()}
     assert report.held == pytest.approx(held, rel=0.03)
-    assert report.ratio is None
-    assert "n/a" in report.table()
+    assert {name: getattr(report.estimate, name) for name in parts} == pytest.approx(held, rel=0.03)
+    assert report.estimate.activations > 0
+    assert report.ratio is None, "a CPU measures no peak"
     with pytest.raises(UnsupportedError, match="the strategy is SingleDeviceStrategy"):
         run_job(Job(make, callbacks=lambda: [MemoryReport()], **options))
 
@@ -145,37 +153,148 @@ class FrozenBlocks(Language):
 
 
 def frozen_fit(rank: int, size: int) -> list[Any]:
-    config = replace(GPT2, num_layers=12)
-    return [reports_of(partial(FrozenBlocks, config), size, {"pp": size}), shown_of(config, size)]
+    model = partial(FrozenBlocks, replace(GPT2, num_layers=12))
+    with shown_estimates() as shown:
+        return [reports_of(model, size, {"pp": size}), shown]
 
 
-def shown_of(config: GPTConfig, size: int) -> tuple[StageMemory, ...]:
-    """Return the estimates of all stages that the start of a fit shows."""
+@contextmanager
+def shown_estimates() -> Iterator[list[Any]]:
+    """Collect what fits show of their memory with a first batch: estimates and a text."""
     shown: list[Any] = []
-    log = memory_estimate._SHOWN_BY
-    with (
-        patch.object(strategy_module, "show_choices", lambda *given: shown.append(given[4])),
-        patch.object(log, "isEnabledFor", return_value=True),
-    ):
-        reports_of(partial(FrozenBlocks, config), size, {"pp": size})
-    return shown[0]
+    show = patch.object(strategy_module, "show_memory", lambda *given: shown.append(given[2:]))
+    with show, patch.object(memory_estimate._SHOWN_BY, "isEnabledFor", return_value=True):
+        yield shown
 
 
 def test_frozen_parameters_have_no_gradients_and_states_in_the_estimates():
     (first, shown), (second, others) = run_world(frozen_fit, 2)
     assert first == second
-    assert others == ()
-    for report, estimate in zip(first, shown, strict=True):
+    assert others == shown, "ranks of the pipeline of rank 0 estimate their stages"
+    ((estimates, text),) = shown
+    assert text == "4 microbatches of 2 samples"
+    for report, estimate in zip(first, estimates, strict=True):
         held = sum(report.held.values())
-        assert report.estimate.static == pytest.approx(held, rel=0.01)
+        assert report.estimate == estimate
         assert estimate.static == pytest.approx(held, rel=0.01)
-        assert held < 12 * report.estimate.num_parameters
+        assert held < 12 * estimate.num_parameters
         assert estimate.activations > 0
 
 
+# ---- modules with code of their own
+
+
+class Own(Nano):
+    """A decoder of plain blocks that does not count its calls, but draws a number in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.drawn.append(random.random())  # noqa: S311
+        loss = super().training_step(batch, batch_idx)
+        self.num_calls = 0
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Sized(Own):
+    """A decoder that reads a size from the values of its batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        length = int(batch[0].max() * 0) + LENGTH
+        return super().training_step((batch[0][:, :length], batch[1]), batch_idx)
+
+
+class Rows(Dataset):
+    """Rows of tokens, with themselves as labels."""
+
+    def __len__(self) -> int:
+        return 8 * SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return TOKENS[index % SAMPLES], TOKENS[index % SAMPLES]
+
+
+class MeasuredSteps(MegatronStrategy):
+    """Strategy that measures what the forward and backward passes of a step hold besides buffers.
+
+    It is the least of all steps: a thread of the communication library may free tensors late.
+    """
+
+    peak = sys.maxsize
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        memory = LiveMemory() if self.mesh.world.size == 1 else PatientMemory()
+        for buffer in self.run.state.main.buffers:
+            memory.leave_out([buffer.parameters, buffer.gradients])
+        memory.leave_out([*self.user_module.buffers(), *args[0]])
+        with memory:
+            output = super().training_step(*args, **kwargs)
+        self.peak = min(self.peak, memory.peak)
+        return output
+
+
+def own_fit(rank: int, size: int, make: Any = Own, **layout: Any) -> tuple[Any, ...]:
+    """Train a module; return its reports, what the last step held, its draws, and what was shown."""
+    report, module = MemoryReport(), make()
+    strategy = MeasuredSteps(microbatch_size=SAMPLES, job={"check_microbatches": False}, **layout)
+    trainer = Trainer(
+        accelerator="cpu", devices=size, strategy=strategy, max_steps=5, callbacks=[report], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    random.seed(1)
+    with shown_estimates() as shown:
+        trainer.fit(module, DataLoader(Rows(), batch_size=2 * SAMPLES))
+    return report.reports, strategy.peak, module.drawn, shown
+
+
+def own_fits(rank: int, size: int) -> list[tuple[Any, ...]]:
+    return [own_fit(rank, size, tp=2), own_fit(rank, size, pp=2)]
+
+
+def check_step(report: StageReport, peak: int) -> None:
+    """Check that an estimate is what the passes of a step have held."""
+    estimate = report.estimate
+    step = estimate.activations + estimate.workspace + estimate.communication
+    assert step == pytest.approx(peak, rel=0.03)
+    assert estimate.static == pytest.approx(sum(report.held.values()), rel=0.01)
+    assert report.reason == ""
+
+
+def test_a_step_of_a_users_module_is_estimated_as_it_is_held():
+    (report,), peak, drawn, (((estimate,), text),) = own_fit(0, 1)
+    check_step(report, peak)
+    assert estimate == report.estimate
+    assert text == "2 microbatches of 4 samples"
+    random.seed(1)
+    assert drawn == [random.random() for _ in drawn]  # noqa: S311
+    assert "the peak is in backward" in report.table()
+
+
+def test_a_step_of_a_users_module_over_two_ranks_is_estimated_as_it_is_held():
+    for rank, (cut, staged) in enumerate(run_world(own_fits, 2)):
+        check_step(cut[0][0], cut[1])
+        check_step(staged[0][rank], staged[1])
+        assert [len(cut[3]), len(staged[3])] == [rank == 0, True], "the pipeline of rank 0 traces"
+
+
+def test_a_module_that_cannot_be_traced_says_where_and_keeps_its_static_parts():
+    (report,), _, _, ((estimates, reason),) = own_fit(0, 1, Sized)
+    assert estimates == ()
+    assert re.search(r"test_memory_report.py:\d+ \('length = int", reason)
+    assert report.reason == reason
+    assert report.table().endswith(reason)
+    assert report.estimate.activations == 0
+    assert report.estimate.static == pytest.approx(sum(report.held.values()), rel=0.01)
+
+
 def test_a_fit_traces_nothing_while_its_table_is_hidden():
-    real = memory_estimate.estimate_memory
-    with patch.object(memory_estimate, "estimate_memory", wraps=real) as trace:
+    real = memory_estimate.estimate_stage
+    with patch.object(memory_estimate, "estimate_stage", wraps=real) as trace:
         run_job(Job(GPT2, {}, norms=False))
         assert not trace.called
         with patch.object(memory_estimate._SHOWN_BY, "isEnabledFor", return_value=True):

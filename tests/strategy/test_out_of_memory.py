@@ -42,6 +42,14 @@ class FullVectors(Regress):
         return super().training_step(batch, batch_idx)
 
 
+class ChosenVectors(FullVectors):
+    """A network that chooses elements by their values, and therefore cannot be traced."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch[0].nonzero()
+        return super().training_step(batch, batch_idx)
+
+
 def explanation(job: Job) -> str:
     with pytest.raises(torch.OutOfMemoryError, match="no room") as caught:
         run_job(job)
@@ -69,10 +77,21 @@ def test_predicted_savings_are_those_that_a_run_with_the_option_estimates():
         assert row.groups() == (f"{size / 2**20:.2f}", f"{(now - size) / 2**20:.2f}")
 
 
+def test_a_module_of_the_users_own_learns_what_would_help():
+    make = partial(FullVectors, partial(nn.Linear, 64, 64))
+    data = partial(Vectors, (64, 64))
+    note = explanation(Job(make, {"microbatch_size": 8}, "32-true", data=data, norms=False))
+    row = re.search(r"^microbatch_size=4 +([\d.]+) +([\d.]+)$", note, re.MULTILINE)
+    assert row is not None, note
+    # The input, the output and what the loss keeps, of half the samples.
+    assert float(row[2]) == pytest.approx(3 * 4 * 4 * 64 * 64 / 2**20, rel=0.5)
+    assert re.search(r"^activations and all else +0\.\d+ +n/a$", note, re.MULTILINE)
+
+
 def test_advice_for_modules_without_an_estimate_is_by_what_they_hold(monkeypatch):
     full = DeviceMemory(30 * GIB, 31 * GIB, GIB, 40 * GIB)
     monkeypatch.setattr(out_of_memory, "device_memory", lambda device: full)
-    make = partial(FullVectors, partial(nn.Linear, 8, 8))
+    make = partial(ChosenVectors, partial(nn.Linear, 8, 8))
     # A view of which autograd refuses to tell the origin.
     base = torch.ones(2, requires_grad=True) * 1
     with torch.no_grad():
@@ -82,6 +101,7 @@ def test_advice_for_modules_without_an_estimate_is_by_what_they_hold(monkeypatch
     with pytest.raises(RuntimeError, match="no_grad mode"):
         refused.grad_fn  # noqa: B018
     assert re.search(r"^activations and all else +n/a +30.00$", note, re.MULTILINE)
+    assert "A step has no estimate: " in note
     assert re.search(r"^half the samples of a microbatch +15.00$", note, re.MULTILINE)
     # A gibibyte that is reserved in pieces is no tenth of the capacity.
     assert "expandable_segments" not in note

@@ -34,13 +34,14 @@ class StageReport:
 
     Args:
         stage: Index on the pp axis.
-        estimate: Estimate by part; static parts only if the module has no GPT.
+        estimate: Estimate by part; static parts only if the module's step cannot be traced.
         held: Maximum over ranks of measured static memory, by part: ``parameters``, ``gradients``,
             ``main_parameters`` (main parameters) and ``optimizer`` (bytes).
         peak: Maximum over ranks of the allocator's peak, pools of CUDA graphs included (bytes);
             None on CPU.
         graphs: Maximum over ranks of the pools of CUDA graphs (bytes); None without graphs or on
             CPU.
+        reason: Why the step has no estimate, or nothing.
     """
 
     stage: int
@@ -48,6 +49,7 @@ class StageReport:
     held: dict[str, int]
     peak: int | None
     graphs: int | None = None
+    reason: str = ""
 
     @property
     def ratio(self) -> float | None:
@@ -98,16 +100,17 @@ class StageReport:
             ("bytes per parameter", f"{per_parameter:.2f}", f"{self.bytes_per_parameter:.2f}")
         )
         peak = f"the peak is in {estimate.moment}, with {estimate.in_flight} microbatches in flight"
-        return align_columns(rows) + (f"\n{peak}" if whole else "")
+        return f"{align_columns(rows)}\n{self.reason or peak}"
 
 
 class MemoryReport(Callback):
     """Print estimated and measured memory of every stage after the first optimizer steps.
 
     The report measures parameters, gradients, main parameters and optimizer state. On GPUs it also
-    measures the peak of torch's allocator, whose statistics it resets when training starts. The
-    estimate comes from :func:`~lightning_megatron.memory.estimate.estimate_memory`, and includes
-    activations for modules with a :class:`GPT`.
+    measures the peak of torch's allocator, whose statistics it resets when training starts. For a
+    module that is a :class:`GPT` the estimate comes from
+    :func:`~lightning_megatron.memory.estimate.estimate_memory`, for others from a trace of their
+    own ``training_step`` with the batch. The report says at which line that is impossible.
 
     With CUDA graphs the report also waits for their eager steps. A row shows the memory of the
     graphs: the allocator uses their pools for nothing else, and keeps the memory of the eager
@@ -169,12 +172,14 @@ class MemoryReport(Callback):
         if device.type == "cuda" and graphs is not None and graphs.num_graphs > 0:
             pools = sum(private_pools(device).values())
         held = held_bytes(strategy.run, trainer.optimizers)
+        estimate, reason = estimate_of(strategy.run, trainer.optimizers, batch)
         own = StageReport(
             strategy.mesh.pp.rank,
-            estimate_of(strategy.run, trainer.optimizers, batch),
+            estimate,
             held,
             None if self._eager_peak is None else self._eager_peak + (pools or 0),
             pools,
+            reason,
         )
         self.reports = merge_objects((own,), strategy.mesh.world_cpu, merge_ranks)
         for report in self.reports:

@@ -96,23 +96,42 @@ def show_choices(
         module, mesh.device, precision.dtypes.parameters, options.clones
     )
     choices_by_stage = all_gather_objects(local_choices, mesh.pp_cpu)
-    capacity = None
-    if mesh.device.type == "cuda":
-        capacity = torch.cuda.get_device_properties(mesh.device).total_memory
     choices = [
-        *_device_choices(mesh, capacity),
+        *_device_choices(mesh, _capacity_of(mesh.device)),
         *_layout_choices(module, mesh, options),
         _precision_choice(precision, mesh.device),
         *_cast_choices(module, options),
         # Layers of one kind have the same rows.
         *dict.fromkeys(choice for stage in choices_by_stage for choice in stage),
     ]
-    picture = f"memory is not estimated: {microbatches}"
-    if memory:
-        picture = picture_of(mesh.layout, _layers_of(module), memory, capacity, microbatches)
+    picture = _memory_text(module, mesh, memory, microbatches)
     table = table_of(choices, "rank 0" if mesh.pp.size == 1 else "pipeline of rank 0")
     rank_zero_info(f"{table}\n\n{picture}\n")
     warn_of_slow(choices)
+
+
+def show_memory(
+    module: nn.Module, mesh: ParallelMesh, memory: Sequence[StageMemory], microbatches: str
+) -> None:
+    """Show the estimate of each stage, or why there is none; arguments as of ``show_choices``."""
+    rank_zero_info(f"{_memory_text(module, mesh, memory, microbatches)}\n")
+
+
+def _memory_text(
+    module: nn.Module, mesh: ParallelMesh, memory: Sequence[StageMemory], microbatches: str
+) -> str:
+    if not memory:
+        return f"memory of a step is not estimated: {microbatches}"
+    capacity = _capacity_of(mesh.device)
+    return picture_of(mesh.layout, _layers_of(module), memory, capacity, microbatches)
+
+
+def _capacity_of(device: torch.device) -> int | None:
+    """Return the memory of a GPU (bytes); None for a CPU."""
+    if device.type != "cuda":
+        return None
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return total
 
 
 def table_of(choices: Sequence[TableRow], ranks: str = "rank 0") -> str:
