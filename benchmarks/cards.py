@@ -20,9 +20,7 @@ follow. ``--tiny`` shrinks the model, and trains on the CPU.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -46,7 +44,6 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.callbacks.memory_report import MemoryReport
 from lightning_megatron.strategy.memory_estimate import shape_before_run
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
-from lightning_megatron.strategy.profiling.step_parts import ON_DEVICE
 
 #: Rows of NVIDIA's pages, as of commit 067f987 of Megatron-Bridge (2026-08-22).
 _CARD = "examples/model_verification_cards/{}/card.yaml, {}"
@@ -263,7 +260,9 @@ class Job:
         card: The card.
         config: Configuration of the model in the form of Hugging Face.
         devices: Number of ranks.
-        rows: Rows of a step and data-parallel rank.
+        samples: Samples of a step and data-parallel rank.
+        joined: Rows of the card that lie end to end in a sample. Attention ends with a
+            conversation, so the work is the same.
         strategy: Arguments of the strategy.
         is_tiny: Whether it trains on the CPU.
     """
@@ -271,7 +270,8 @@ class Job:
     card: Card
     config: dict[str, Any]
     devices: int
-    rows: int
+    samples: int
+    joined: int
     strategy: dict[str, Any]
     is_tiny: bool
 
@@ -286,6 +286,8 @@ class Job:
             config["num_hidden_layers"] = args.layers
             if config.get("layer_types"):
                 config["layer_types"] = config["layer_types"][: args.layers]
+        if args.joined > 1 and not card.packs:
+            raise SystemExit(f"--joined needs rows of conversations: {args.name} has none.")
         devices = args.devices or (1 if args.tiny else card.devices)
         two = card.two if devices == 2 else {}
         strategy = merged(card.strategy, two, json.loads(args.options))
@@ -293,14 +295,14 @@ class Job:
             # Graphs, products in 8 bits and moments in bfloat16 need a GPU.
             strategy |= {"cuda_graphs": None, "fp8": None, "optimizer": {}}
         size = strategy["microbatch_size"]
-        rows = args.microbatches * size if args.microbatches else card.rows
-        return cls(card, config, devices, rows, strategy, args.tiny)
+        samples = args.microbatches * size if args.microbatches else card.rows // args.joined
+        return cls(card, config, devices, samples, args.joined, strategy, args.tiny)
 
     @property
     def lengths(self) -> list[int]:
-        """Return the lengths of the documents of a row (tokens)."""
+        """Return the lengths of the documents of a sample (tokens)."""
         length = 128 if self.is_tiny else self.card.length
-        return document_lengths(length) if self.card.packs else [length]
+        return self.joined * (document_lengths(length) if self.card.packs else [length])
 
     @property
     def gpt(self) -> GPTConfig:
@@ -323,7 +325,7 @@ class Job:
             shape_before_run(options, MegatronPrecision(self.precision), "cuda"),
             seq_length=sum(self.lengths),
             microbatch_size=size,
-            num_microbatches=self.rows // size,
+            num_microbatches=self.samples // size,
             recompute=options.recompute or "none",
         )
         if self.card.lora is not None:
@@ -367,31 +369,19 @@ class Job:
             callbacks=[report, measure, *([profile] if args.profile else [])],
             **QUIET,
         )
-        num_rows = (steps + args.profile) * self.rows * self.devices
+        num_rows = (steps + args.profile) * self.samples * self.devices
         data = Rows(self.config["vocab_size"], lengths, num_rows)
         module = self.module(out / "models" / f"{args.name}_{self.config['num_hidden_layers']}")
         on_gpu = not self.is_tiny
-        trainer.fit(module, DataLoader(data, self.rows, num_workers=2 * on_gpu, pin_memory=on_gpu))
+        trainer.fit(
+            module, DataLoader(data, self.samples, num_workers=2 * on_gpu, pin_memory=on_gpu)
+        )
         if not trainer.is_global_zero:
             return {}
-        if args.profile:
-            print_kernels(Path(args.out, args.name, f"trace_step{steps}.json.gz"))
         (stage,) = report.reports
-        return measure.figures | {"estimate_gib": round(stage.estimate.peak / GIB, 1)}
-
-
-def print_kernels(trace: Path, num_rows: int = 16) -> None:
-    """Print the kernels of a trace with the longest total times."""
-    with gzip.open(trace, "rt", encoding="utf-8") as file:
-        events = [one for one in json.load(file)["traceEvents"] if one.get("cat") in ON_DEVICE]
-    total, count = Counter[str](), Counter(one["name"] for one in events)
-    for one in events:
-        total[one["name"]] += one["dur"]
-    rows = [
-        f"| {name[:110]} | {count[name]} | {spent / 1e3:.1f} |"
-        for name, spent in total.most_common(num_rows)
-    ]
-    print("\n".join([*heading("kernel", "calls", "ms"), *rows]), flush=True)
+        # The peak of the allocator leaves out what graphs keep for their next replay.
+        sizes = {"estimate_gib": stage.estimate.peak, "peak_gib": stage.peak or 0}
+        return measure.figures | {name: round(size / GIB, 1) for name, size in sizes.items()}
 
 
 def rows_of(job: Job, figures: Mapping[str, Any]) -> list[str]:
@@ -420,7 +410,7 @@ def conditions(job: Job) -> str:
         (
             f"Published: {given.conditions}; {1e3 * given.tflops / given.tokens:.2f} GFLOP a token "
             f"({given.source}).",
-            f"Measured: {job.config['num_hidden_layers']} layers, {lora}, {job.rows} rows of "
+            f"Measured: {job.config['num_hidden_layers']} layers, {lora}, {job.samples} samples of "
             f"{sum(lengths):,} tokens in {len(lengths)} documents a step and GPU, {flops:.2f} "
             f"GFLOP a token; {json.dumps(job.strategy)}.",
             f"Differs: GPUs, random weights, random tokens, an untrained router; {card.differs}.",
@@ -438,9 +428,14 @@ def arguments_of(line: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=4, help="measured steps")
     add("--warmup", type=int, default=5, help="steps before the measured steps")
     add("--microbatches", type=int, help="microbatches of a step, by default the card's rows")
+    add("--joined", type=int, default=1, help="rows of the card that lie end to end in a sample")
     add("--layers", type=int, help="layers of the model, by default all")
     add("--options", default="{}", help="further arguments of the strategy, as JSON")
-    add("--profile", action="store_true", help="print the longest kernels of one more step")
+    add(
+        "--profile",
+        action="store_true",
+        help="print the parts of one more step, and the longest kernels",
+    )
     add("--estimate-only", action="store_true", help="estimate the memory, and train nothing")
     add("--tiny", action="store_true", help="a tiny model on the CPU, which shows that it works")
     add("--out", default="runs/cards", help="folder of figures, configurations and traces")
