@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -13,6 +13,7 @@ from lightning_megatron.forecast.search import Choice, Fitting, Search, SearchSp
 from lightning_megatron.forecast.step_time import StepTime, estimate_time
 from lightning_megatron.forecast.traced_layers import TracedLayers
 from lightning_megatron.memory.estimate import estimate_stage
+from lightning_megatron.memory.lone_stage import repeated_after
 from lightning_megatron.plan.budget import GIB, StageMemory, TrainingShape
 from lightning_megatron.plan.columns import align_columns
 from lightning_megatron.plan.layout import ParallelLayout
@@ -24,6 +25,8 @@ _MOST_OF_PEAK = 0.85
 _MOST_IN_8_BITS = 1.6
 #: Part of the time of a layer of which another step of the same layers cannot take less.
 _SAFETY = 0.98
+#: Part of the activations of a layer on one rank that ranks which divide it keep at least together.
+_KEPT_TOGETHER = 0.95
 #: Times without a gain that are computed for the same axes.
 _PATIENCE = 3
 #: Layouts that do not fit, in the table.
@@ -119,7 +122,10 @@ class ForecastCosts:
         length = space.training.seq_length
         #: Work of a sample (FLOP).
         self._flops = config.flops_per_token(length) * length
-        self._stages: dict[object, Sequence[float]] = {}
+        self._stages: dict[object, tuple[tuple[int, ...], Sequence[float]]] = {}
+        self._statics: dict[ParallelLayout, tuple[int, ...]] = {}
+        #: Memory of activations in the first stage, if no rank divides layers (bytes).
+        self._undivided: dict[object, int] = {}
         #: Time of a layer in all passes of a microbatch, by what decides it (s).
         self._of_layer: dict[object, float] = {}
 
@@ -131,7 +137,7 @@ class ForecastCosts:
         """
         step = choice.training
         layout = choice.layout
-        costs = self._costs_of_stages(layout, step)
+        _, costs = self._stages_of(layout, step)
         seconds = self._of_layer.get(_kind_of(choice))
         if seconds is None:
             seconds = self._of_products(choice) / sum(costs)
@@ -159,18 +165,54 @@ class ForecastCosts:
         messages = self._shape.num_layers * sent / chip.links
         return work * (4 / 3 if again else 1) / (chip.products * share) + messages
 
-    def _costs_of_stages(self, layout: ParallelLayout, step: TrainingShape) -> Sequence[float]:
-        """Return the work of each stage, in layers."""
+    def _stages_of(
+        self, layout: ParallelLayout, step: TrainingShape
+    ) -> tuple[tuple[int, ...], Sequence[float]]:
+        """Return the layers of each virtual stage, and the work of each stage in layers."""
         key = layout.placement, layout.tp, layout.stage_layers, step.loss_chunk
         if key not in self._stages:
             counts = self._space.config.partition(layout, step.loss_chunk).counts
             costs = self._shape.costs(step.loss_chunk, layout.tp)
-            self._stages[key] = costs.of_stages(counts, layout.placement)
+            self._stages[key] = counts, costs.of_stages(counts, layout.placement)
         return self._stages[key]
 
     def static(self, choice: Choice) -> int:
         """Return the memory of parameters, gradients and optimizer of the fullest stage (bytes)."""
-        return max(self.layers.static(choice.layout, choice.training))
+        return max(self._static_of(choice))
+
+    def _static_of(self, choice: Choice) -> tuple[int, ...]:
+        layout = choice.layout
+        if layout not in self._statics:
+            self._statics[layout] = self.layers.static(layout, choice.training)
+        return self._statics[layout]
+
+    def least(self, choice: Choice) -> int:
+        """Return what the first stage needs at least (bytes).
+
+        Ranks that divide layers keep together what one would keep.
+        """
+        layout = choice.layout
+        step = choice.training
+        counts, _ = self._stages_of(layout, step)
+        alone = ParallelLayout(
+            layout.pp, pp=layout.pp, vpp=layout.vpp, shape=layout.shape, stage_layers=counts
+        )
+        count = repeated_after(step.schedule, layout.pp, step.num_microbatches)
+        size = step.microbatch_size
+        step = replace(
+            step,
+            sequence_parallel=False,
+            cuda_graphs=None,
+            microbatch_size=1,
+            num_microbatches=count,
+            step_bytes=0,
+        )
+        key = alone, str(step)
+        if key not in self._undivided:
+            memory = self.layers.stage(alone, step, 0)
+            self._undivided[key] = memory.activations + memory.workspace
+        share = _KEPT_TOGETHER * size / (layout.tp * layout.cp)
+        return self._static_of(choice)[0] + int(share * self._undivided[key])
 
     def memory(self, choice: Choice) -> StageMemory:
         """Return the memory of the fullest stage."""
@@ -184,7 +226,7 @@ class ForecastCosts:
     def time(self, choice: Choice) -> StepTime:
         """Return the time of a step."""
         time = self._time_of(self._space.config, choice.layout, choice.training, self._cluster)
-        costs = self._costs_of_stages(choice.layout, choice.training)
+        _, costs = self._stages_of(choice.layout, choice.training)
         halves = (stage.input_half + stage.weight_half for stage in time.stages)
         seconds = sum(stage.forward for stage in time.stages) + sum(halves)
         kind = _kind_of(choice)

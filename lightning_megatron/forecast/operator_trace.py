@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -87,6 +87,12 @@ class Operator:
             _, rows, n, k = self.sizes
             return 2 * rows * n * k
         return 0
+
+    def grown(self, two: Operator, size: int) -> Operator:
+        """Return the operator for a number of samples; this one is for one, the other for two."""
+        pairs = zip((*self.sizes, self.num_bytes), (*two.sizes, two.num_bytes), strict=True)
+        *sizes, num_bytes = (one + (size - 1) * (many - one) for one, many in pairs)
+        return replace(two, sizes=tuple(sizes), num_bytes=num_bytes)
 
 
 class RecordingDevice(PretendedDevice):

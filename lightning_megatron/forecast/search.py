@@ -135,6 +135,7 @@ class LegalChoices:
         self._graphs = space.values("cuda_graphs", dict.fromkeys((None, graphs)))
         products = FP8("tensorwise") if space.allows_fp8 else None
         self._products = space.values("fp8", dict.fromkeys((None, products)))
+        self._legal_products: dict[int, list[FP8 | None]] = {}
         #: How often each refusal was met.
         self.refusals: Counter[str] = Counter()
 
@@ -159,7 +160,23 @@ class LegalChoices:
                     yield layout
 
     def choices(self, layout: ParallelLayout) -> Iterator[Choice]:
-        """Yield the choices of a layout: chunks, schedule, microbatches and other options."""
+        """Yield the choices of a layout."""
+        for sizes in self.sizes(layout):
+            yield from self.variants(sizes)
+
+    def variants(self, sizes: Choice) -> Iterator[Choice]:
+        """Yield the choices of some chunks, schedule and microbatches: their other options."""
+        products = self._products_of(sizes.layout)
+        for recompute, graphs, fp8 in product(self._recompute, self._graphs, products):
+            step = replace(sizes.training, recompute=recompute, cuda_graphs=graphs, fp8=fp8)
+            yield Choice(sizes.layout, step)
+
+    def num_variants(self, sizes: Choice) -> int:
+        """Return the number of choices of some chunks, schedule and microbatches."""
+        return len(self._recompute) * len(self._graphs) * len(self._products_of(sizes.layout))
+
+    def sizes(self, layout: ParallelLayout) -> Iterator[Choice]:
+        """Yield chunks, schedules and microbatches of a layout, with the fastest other options."""
         space = self._space
         per_stage = -(-space.config.num_layers // layout.pp)
         chunks = [vpp for vpp in divisors(per_stage) if vpp <= _MOST_CHUNKS]
@@ -172,29 +189,33 @@ class LegalChoices:
     def _steps(self, layout: ParallelLayout, order: OrderOfPasses) -> Iterator[Choice]:
         space = self._space
         samples = space.batch.size // layout.dp
-        sequence_parallel = self._shards_sequence(layout)
-        legal_products = [
-            fp8
-            for fp8 in self._products
-            if self._legal(self._check_products, layout.tp, fp8) is not None
-        ]
+        products = self._products_of(layout)
+        if not products:
+            return
+        fastest = replace(
+            space.training,
+            schedule=order,
+            sequence_parallel=self._shards_sequence(layout),
+            recompute=self._recompute[0],
+            cuda_graphs=self._graphs[0],
+            fp8=products[-1],
+        )
         # Larger microbatches launch less, and their products are faster.
         for size in space.values("microbatch_size", reversed(divisors(samples))):
             size = samples if size == "batch" else size
-            if self._legal(self._check_microbatches, layout, order, size) is None:
-                continue
-            for recompute, graphs, fp8 in product(self._recompute, self._graphs, legal_products):
-                step = replace(
-                    space.training,
-                    microbatch_size=size,
-                    num_microbatches=samples // size,
-                    schedule=order,
-                    sequence_parallel=sequence_parallel,
-                    recompute=recompute,
-                    cuda_graphs=graphs,
-                    fp8=fp8,
-                )
+            if self._legal(self._check_microbatches, layout, order, size) is not None:
+                step = replace(fastest, microbatch_size=size, num_microbatches=samples // size)
                 yield Choice(layout, step)
+
+    def _products_of(self, layout: ParallelLayout) -> list[FP8 | None]:
+        """Return the formats of products that a layout may have, the fastest last."""
+        if layout.tp not in self._legal_products:
+            self._legal_products[layout.tp] = [
+                fp8
+                for fp8 in self._products
+                if self._legal(self._check_products, layout.tp, fp8) is not None
+            ]
+        return self._legal_products[layout.tp]
 
     def _layout(self, tp: int, pp: int, cp: int, ep: int, etp: int) -> ParallelLayout:
         space = self._space
@@ -283,6 +304,9 @@ class ChoiceCosts(Protocol):
     def static(self, choice: Choice) -> int:
         """Return the memory of parameters, gradients and optimizer of the fullest stage (bytes)."""
 
+    def least(self, choice: Choice) -> int:
+        """Return a memory that a stage of the choice needs at least, at once (bytes)."""
+
     def memory(self, choice: Choice) -> StageMemory:
         """Return the memory of the fullest stage."""
 
@@ -364,6 +388,8 @@ class Search:
     _lacks: dict[tuple[int, ...], TooLarge] = field(default_factory=dict, init=False)
     #: Computed times without a gain: for all axes under (), and for each.
     _vain: Counter[tuple[int, ...]] = field(default_factory=Counter, init=False)
+    #: Choices that fit without recomputation.
+    _plain: set[Choice] = field(default_factory=set, init=False)
     #: Smallest microbatch that does not fit, by everything else.
     _full: dict[object, int] = field(default_factory=dict, init=False)
 
@@ -377,17 +403,21 @@ class Search:
             ParallelPlanError: If no choice is legal.
             UnsupportedError: If no choice fits.
         """
-        queue = [
-            (self.costs.bound(choice), number, choice)
-            for number, choice in enumerate(self._choices())
+        queue: list[tuple[float, tuple[int, ...], Choice]] = [
+            (self.costs.bound(sizes), (number,), sizes)
+            for number, sizes in enumerate(self._sizes())
         ]
-        num_choices = len(queue)
+        num_choices = sum(self.legal.num_variants(sizes) for _, _, sizes in queue)
         if not queue and not self._lacks:
             raise self._no_legal()
         heapq.heapify(queue)
         num_timed = 0
         while queue and queue[0][0] < self._limit() and self._vain[()] < 4 * self.patience:
             bound, number, choice = heapq.heappop(queue)
+            if len(number) == 1:
+                for place, one in enumerate(self.legal.variants(choice)):
+                    heapq.heappush(queue, (self.costs.bound(one), (*number, place), one))
+                continue
             again = self.costs.bound(choice)
             if again > bound:
                 heapq.heappush(queue, (again, number, choice))
@@ -405,10 +435,10 @@ class Search:
             raise self._none_fits(nearest) if nearest else self._no_legal()
         return Found(fitting, nearest, num_choices, num_timed)
 
-    def _choices(self) -> Iterator[Choice]:
-        """Yield the choices of the layouts whose static memory fits."""
+    def _sizes(self) -> Iterator[Choice]:
+        """Yield the sizes of the layouts whose static memory fits."""
         for layout in self.legal.layouts():
-            choices = self.legal.choices(layout)
+            choices = self.legal.sizes(layout)
             first = next(choices, None)
             if first is not None and self._fits(first, self.costs.static(first), is_static=True):
                 yield first
@@ -428,13 +458,22 @@ class Search:
             return False
         step = choice.training
         rest = choice.axes, step.schedule, str((step.recompute, step.cuda_graphs, step.fp8))
+        plain = replace(step, recompute=self.space.training.recompute)
+        # What recomputes nothing is faster.
+        if Choice(choice.layout, plain) in self._plain:
+            return False
         # A larger microbatch needs no less than a smaller one.
         if step.microbatch_size > self._full.get(rest, step.microbatch_size):
+            return False
+        if not self._fits(choice, self.costs.least(choice)):
+            self._full[rest] = step.microbatch_size
             return False
         memory = self.costs.memory(choice)
         if not self._fits(choice, memory.peak):
             self._full[rest] = step.microbatch_size
             return False
+        if Recomputation.of(step.recompute).is_off:
+            self._plain.add(Choice(choice.layout, plain))
         limit = self._limit()
         time = self.costs.time(choice)
         known = self._best.get(choice.axes)

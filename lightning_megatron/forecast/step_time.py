@@ -36,7 +36,6 @@ from lightning_megatron.plan.budget import TrainingShape, check_shape
 from lightning_megatron.plan.custom_schedule import build_order, order_may_split
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.partition import partition_of
-from lightning_megatron.plan.schedule import ScheduleName
 from lightning_megatron.plan.simulate import StageCosts, simulate
 
 #: Length of a tick of the simulated schedule (s).
@@ -195,7 +194,7 @@ def _pipeline(layout: ParallelLayout, training: TrainingShape, costs: StageCosts
     def length(microbatches: int) -> float:
         group = training.microbatch_group_size
         order = training.schedule
-        schedule = build_order(order, stages, microbatches, layout.vpp, group)
+        schedule = _order(order, stages, microbatches, layout.vpp, group)
         return simulate(schedule, costs).length * _TICK
 
     least = repeated_after(training.schedule, stages, count) + count % stages
@@ -203,6 +202,10 @@ def _pipeline(layout: ParallelLayout, training: TrainingShape, costs: StageCosts
         return length(count)
     start = length(least)
     return start + (count - least) / stages * (length(least + stages) - start)
+
+
+#: Choices of a search share few schedules, which are slow to build.
+_order = lru_cache(_REMEMBERED)(build_order)
 
 
 @lru_cache(_REMEMBERED)
@@ -239,21 +242,18 @@ def _virtual_stages(
     training: TrainingShape,
     chip: LinkedChip,
 ) -> _VirtualStages:
-    """Add up the layers of every virtual stage, of which one and two of each kind are traced."""
+    """Add up the layers of every virtual stage, of which one of each kind is traced."""
     costs = config.memory_shape().costs(training.loss_chunk, layout.tp)
     chunks = partition_of(costs, layout).ranges
     kinds = kinds_of_layers(config, training, chunks)
-    name: ScheduleName = "zb-h1" if order_may_split(training.schedule) else "1f1b"
-    num_stages = min(2, layout.pp)
+    splits = order_may_split(training.schedule) and layout.pp > 1
 
     def trace(kind: LayerKind, stage: int, *counts: int) -> StageTrace:
         has_experts = config.has_experts_in(kind.layer)
-        small = smallest_layout(layout, counts, has_experts=has_experts)
-        settings = only_training(training, kind, name)
         return trace_stage(
             with_layers(config, [kind.layer] * sum(counts)),
-            small,
-            settings,
+            smallest_layout(layout, counts, has_experts=has_experts),
+            only_training(training, kind, splits),
             stage,
             chip.speeds.kind,
         )
@@ -261,19 +261,21 @@ def _virtual_stages(
     def of(kind: LayerKind, stage: int, *counts: int) -> Times:
         return chip.times_of_stage(trace(kind, stage, *counts))
 
-    rest = (1,) * (num_stages - 1)
     layers: dict[LayerKind, Times] = {}
     for kind in dict.fromkeys(chain.from_iterable(kinds)):
-        layers[kind] = combined([(1, of(kind, 0, 2, *rest)), (-1, of(kind, 0, 1, *rest))])
-    ends = kinds[0][0] if kinds[0] else kinds[1][0]
+        layers[kind] = of(kind, 1, 1, 1, 1)
     totals = []
     for chunk in kinds:
         totals.append([(1, layers[kind]) for kind in chunk])
-    totals[0] += [(1, of(ends, 0, 1, *rest)), (-1, layers[ends])]
-    if num_stages > 1:
-        totals[-1] += [(1, of(ends, 1, 1, 1)), (-1, layers[ends])]
-    times = tuple(map(combined, totals))
-    return _VirtualStages(times, trace(ends, 0, 1, *rest).boundary)
+    some = kinds[0][0] if kinds[0] else kinds[1][0]
+    plain = LayerKind(some.layer, in_eight_bits=False, recomputed=())
+    if layout.pp > 1:
+        totals[0].append((1, of(plain, 0, 0, 1, 1)))
+        totals[-1].append((1, of(plain, 2, 1, 1, 0)))
+    else:
+        # Embedding and head may share their weights.
+        totals[0] += [(1, of(plain, 0, 1)), (-1, of(plain, 1, 1, 1, 1))]
+    return _VirtualStages(tuple(map(combined, totals)), trace(some, 1, 1, 1, 1).boundary)
 
 
 def _first_microbatch(times: Times) -> float:

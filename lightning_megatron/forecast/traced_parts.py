@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm
 from typing import Literal
+
+import torch
 
 from lightning_megatron.forecast.operator_trace import Operator, RecordingDevice
 from lightning_megatron.groups.lone_mesh import LeftOut
@@ -18,7 +21,6 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.budget import TrainingShape
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.recomputation import Parts, Recomputation
-from lightning_megatron.plan.schedule import ScheduleName
 
 #: Number of traces that are remembered.
 _REMEMBERED = 512
@@ -61,19 +63,24 @@ class StageTrace:
 class PassTrace(ChunkTrace):
     """Passes of one chunk, whose operators are listed apart."""
 
+    def warm_up(self) -> None:
+        """Run a forward pass, which makes the tables of a chunk."""
+        self._forward()
+
     def operators(self) -> tuple[tuple[Operator, ...], ...]:
         """Run a microbatch, and return the operators of its passes in the order of ``PASSES``."""
         self._taken()
         inputs, outputs = self._forward()
-        forward = self._taken()
-        if not self._is_halved:
+        # The trace itself makes what comes from other stages, and keeps the gradients for them.
+        forward = self._taken()[len(self._received) :]
+        halves = self._queue.open("half") if self._is_halved else nullcontext()
+        with halves:
             self._backward(inputs, outputs)
-            return forward, self._taken(), ()
-        with self._queue.open("half"):
-            self._backward(inputs, outputs)
-        input_half = self._taken()
-        self._queue.run("half")
-        return forward, input_half, self._taken()
+        backward = self._taken()
+        backward = backward[len(self._sent) : len(backward) - len(self._received)]
+        if self._is_halved:
+            self._queue.run("half")
+        return forward, backward, self._taken()
 
     def _taken(self) -> tuple[Operator, ...]:
         device = self._device
@@ -89,11 +96,37 @@ def trace_stage(
 ) -> StageTrace:
     """Run microbatches through a stage on a pretended device, and return their operators.
 
+    Operators of more than two samples follow from those of one and of two, with which their sizes
+    grow evenly.
+
     Raises:
         UnsupportedError: If the model's code does not run on tensors without elements.
     """
+    size = training.microbatch_size
+    if size > 2 and training.loss_chunk is None:
+        steps = (replace(training, microbatch_size=number) for number in (1, 2))
+        one, two = (trace_stage(config, layout, step, stage, kind) for step in steps)
+        grown = _grown(one, two, size)
+        if grown is not None:
+            return grown
     with naming_the_line("the time of this model", "Measure it in a short run."):
         return _traced(config, layout, training, stage, kind)
+
+
+def _grown(one: StageTrace, two: StageTrace, size: int) -> StageTrace | None:
+    """Return the operators for a number of samples, given those for one and for two.
+
+    It is None if the operators for one are others than those for two.
+    """
+    passes = []
+    for few, many in zip((*one.first, *one.later), (*two.first, *two.later), strict=True):
+        names = [operator.name for operator in few]
+        if names != [operator.name for operator in many]:
+            return None
+        passes.append(tuple(a.grown(b, size) for a, b in zip(few, many, strict=True)))
+    number = len(PASSES)
+    boundary = one.boundary + (size - 1) * (two.boundary - one.boundary)
+    return StageTrace(tuple(passes[:number]), tuple(passes[number:]), one.parameters, boundary)
 
 
 def _traced(
@@ -107,10 +140,9 @@ def _traced(
     recorder.listener = device.collected
     shares = training.shares_casts
     # The first pass of all makes tables that stay.
-    with lone.batch(shares):
+    with lone.batch(shares), torch.no_grad():
         trace = PassTrace(lone, 0)
-        trace.operators()
-    lone.reducer.clear(set(lone.main.names))
+        trace.warm_up()
     with lone.batch(shares):
         first = trace.operators()
         later = trace.operators()
@@ -180,10 +212,12 @@ def _values_of(values: tuple[bool, ...] | None, layers: Sequence[int]) -> tuple[
     return None if values is None else tuple(values[layer] for layer in layers)
 
 
-def only_training(
-    training: TrainingShape, kind: LayerKind, schedule: ScheduleName
-) -> TrainingShape:
-    """Return the settings under which all layers of a model are of one kind."""
+def only_training(training: TrainingShape, kind: LayerKind, splits: bool) -> TrainingShape:
+    """Return the settings under which all layers of a model are of one kind.
+
+    Args:
+        splits: Whether backward passes run in halves.
+    """
     offload = Recomputation.of(training.recompute).offload and bool(kind.recomputed)
     fp8 = training.fp8
     if fp8 is not None:
@@ -194,10 +228,10 @@ def only_training(
         training,
         recompute=Recomputation(kind.recomputed or ("none",), offload=offload),
         fp8=fp8,
-        schedule=schedule,
+        schedule="zb-h1" if splits else "1f1b",
         microbatch_group_size=None,
         cuda_graphs=None,
-        num_microbatches=min(training.num_microbatches, 2),
+        num_microbatches=1,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
 """F forward, B backward, or the halves of B: I input gradient, W weight gradient."""
@@ -20,8 +20,7 @@ class PipelineUnit:
         return f"microbatch {self.microbatch} in chunk {self.chunk}"
 
 
-@dataclass(frozen=True, order=True)
-class Action:
+class Action(NamedTuple):
     """Computation of one microbatch in one chunk of a stage."""
 
     kind: Kind

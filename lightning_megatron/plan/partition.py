@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise, permutations
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.placement import Placement
 from lightning_megatron.plan.settings import require_positive
+
+#: Number of partitions that are remembered.
+_REMEMBERED = 256
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,7 @@ def partition_of(costs: LayerCosts, layout: ParallelLayout) -> LayerPartition:
     return LayerPartition(counts, "asked for (stage_layers)")
 
 
+@lru_cache(_REMEMBERED)
 def lightest_partition(costs: LayerCosts, placement: Placement) -> LayerPartition:
     """Return the partition whose busiest stage costs least.
 

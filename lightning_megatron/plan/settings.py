@@ -9,7 +9,7 @@ import os
 import re
 import reprlib
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from datetime import timedelta
 from functools import cache
@@ -122,10 +122,16 @@ def coerce_fields(record: Any, prefix: str = "") -> None:
     Args:
         prefix: Prefix of its field names in errors, such as ``experts.``.
     """
-    kinds = get_type_hints(type(record), include_extras=True)
+    kinds = _kinds_of(record.__class__)
     for field in fields(record):
         value = coerced(prefix + field.name, getattr(record, field.name), kinds[field.name])
         object.__setattr__(record, field.name, value)
+
+
+@cache
+def _kinds_of(record: Hashable) -> Mapping[str, Any]:
+    """Return the annotations of a dataclass, which are slow to resolve."""
+    return get_type_hints(record, include_extras=True)
 
 
 def coerced_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,6 +198,7 @@ class _ShortRepr(reprlib.Repr):
         return repr(x) if digits <= 40 else f"a whole number of {digits} digits"
 
 
+@cache
 def _alternatives(kind: Any) -> list[tuple[Any, Range | Pattern | None]]:
     """List the types that an annotation allows, each with its range of values."""
     origin = get_origin(kind)

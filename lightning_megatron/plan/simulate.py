@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.actions import Action, Kind
@@ -87,8 +87,7 @@ def merged(values: Sequence[T], count: int) -> tuple[T, ...]:
     return tuple(sum(values[first : first + size]) for first in range(0, len(values), size))
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Time span in which a stage works on an action."""
 
     stage: int
@@ -172,12 +171,11 @@ def simulate(schedule: Schedule, costs: StageCosts | None = None) -> Timeline:
     # Tick at which the input of a stage's action from another virtual stage is available, and the
     # stage that the input comes from.
     ready: dict[tuple[int, Action], int] = {}
-    producers = {
-        target: stage
-        for stage, row in enumerate(schedule.rows)
-        for action in row
-        if (target := consumer_of(schedule, stage, action)) is not None
-    }
+    producers: dict[tuple[int, Action], int] = {}
+    targets = []
+    for stage, row in enumerate(schedule.rows):
+        targets.append([consumer_of(schedule, stage, action) for action in row])
+        producers |= dict.fromkeys(filter(None, targets[-1]), stage)
     spans: list[list[Span]] = [[] for _ in schedule.rows]
     # A stage runs all actions whose inputs are available, and is visited again with each new input.
     pending = deque(range(len(schedule.rows)))
@@ -193,7 +191,7 @@ def simulate(schedule: Schedule, costs: StageCosts | None = None) -> Timeline:
             virtual = placement.virtual_stage(stage, action.chunk)
             span = Span(stage, action, start, start + costs.ticks(action.kind, virtual))
             spans[stage].append(span)
-            target = consumer_of(schedule, stage, action)
+            target = targets[stage][len(spans[stage]) - 1]
             if target is None:
                 continue
             ready[target] = span.stop + (costs.transfer if target[0] != stage else 0)

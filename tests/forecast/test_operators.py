@@ -6,17 +6,20 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.forecast.operator_trace import Operator
+from lightning_megatron.forecast.operator_trace import Operator, RecordingDevice
 from lightning_megatron.forecast.traced_parts import (
     LayerKind,
+    PassTrace,
     kinds_of_layers,
     only_training,
     smallest_layout,
     trace_stage,
     with_layers,
 )
+from lightning_megatron.memory.lone_stage import LoneStage
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.budget import TrainingShape
 from lightning_megatron.plan.fp8 import FP8
@@ -141,8 +144,8 @@ def test_layers_of_a_kind_are_traced_once_and_as_in_their_model():
     assert with_layers(config, [kinds[0].layer] * 2).experts is None
     windowed = with_layers(config, [kinds[2].layer] * 2)
     assert (windowed.window_of(1), windowed.has_experts_in(1)) == (64, True)
-    assert only_training(training, kinds[2], "1f1b").recompute.is_off
-    assert only_training(training, other[1], "1f1b").fp8 is None
+    assert only_training(training, kinds[2], splits=False).recompute.is_off
+    assert only_training(training, other[1], splits=False).fp8 is None
 
 
 def test_small_layouts_divide_layers_as_large_ones():
@@ -181,3 +184,29 @@ def test_tokens_are_divided_over_tp_before_they_are_sent_to_experts():
     # Tokens go to the experts and come back; the smaller messages are numbers of rows.
     assert sorted(sent)[-2 * LAYERS :] == [rows * WIDTH * 2] * 2 * LAYERS
     assert flops_by_kind(passes)["product"] > 0
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 1), (1,)])
+def test_operators_of_many_samples_follow_from_those_of_one_and_two(counts):
+    layout = smallest_layout(ParallelLayout(world_size=4, tp=2, cp=2), counts)
+    config = with_layers(LLAMA, [0] * sum(counts))
+    shape = TrainingShape(seq_length=LENGTH, microbatch_size=8, sequence_parallel=True)
+    stage = len(counts) // 2
+    before = trace_stage.cache_info().misses
+    grown = trace_stage(config, layout, shape, stage, "cuda")
+    trace_stage(config, layout, replace(shape, microbatch_size=5), stage, "cuda")
+    assert trace_stage.cache_info().misses - before == 4
+    lone = LoneStage.build(config, layout, shape, stage, "cuda", RecordingDevice)
+    trace = PassTrace(lone, 0)
+    with lone.batch(False), torch.no_grad():
+        trace.warm_up()
+    with lone.batch(False):
+        traced = trace.operators()
+
+    for many, all_traced in zip(grown.first, traced, strict=True):
+        products = [one for one in many if one.flops]
+        assert products == [one for one in all_traced if one.flops]
+        # Kernels leave sums of parts of rows, whose number does not grow for ever.
+        passes = sum(one.num_bytes for one in many if one.kind in ("kernel", "pass"))
+        of_traced = sum(one.num_bytes for one in all_traced if one.kind in ("kernel", "pass"))
+        assert passes == pytest.approx(of_traced, rel=0.2)

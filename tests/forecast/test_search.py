@@ -10,13 +10,17 @@ import pytest
 
 from lightning_megatron import CudaGraphs, GPTConfig, ParallelLayout
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.forecast.cluster import Cluster
+from lightning_megatron.forecast.layout_plans import ForecastCosts
 from lightning_megatron.forecast.search import Choice, LegalChoices, Search, SearchSpace
 from lightning_megatron.forecast.traced_layers import TracedLayers
+from lightning_megatron.forecast.traced_parts import trace_stage
 from lightning_megatron.memory.estimate import estimate_memory
 from lightning_megatron.plan.budget import GIB, StageMemory, TrainingShape
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.plan.global_batch import GlobalBatch, RampUp
+from lightning_megatron.plan.recomputation import Recomputation
 
 SMALL = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "vocab_size": 100}
 CONFIG = GPTConfig.llama(**SMALL, num_kv_heads=2, ffn_hidden_size=128, max_seq_length=2048)
@@ -32,7 +36,10 @@ class Seconds:
 
 @dataclass
 class Drawn:
-    """Costs that are drawn from the text of a choice, with bounds below the times."""
+    """Costs that are drawn from the text of a choice, with bounds below the times.
+
+    Recomputation costs time, and no option is faster than the first one.
+    """
 
     seed: int
     num_times: int = 0
@@ -44,6 +51,9 @@ class Drawn:
     def static(self, choice: Choice) -> int:
         axes = str(choice.axes)
         return int(500 * random.Random(f"{self.seed} {axes}").random())
+
+    def least(self, choice: Choice) -> int:
+        return int(self.memory(choice).peak * self._draw(choice, "least"))
 
     def memory(self, choice: Choice) -> StageMemory:
         sizes = {"gradients": 0, "main_parameters": 0, "optimizer": 0}
@@ -59,10 +69,20 @@ class Drawn:
 
     def time(self, choice: Choice) -> Seconds:
         self.num_times += 1
-        return Seconds(1 + self._draw(choice, "time"))
+        return Seconds(self._seconds(choice))
+
+    def _seconds(self, choice: Choice) -> float:
+        step = choice.training
+        plain = replace(choice, training=replace(step, recompute="none"))
+        sizes = replace(choice, training=replace(plain.training, cuda_graphs=None))
+        is_plain = Recomputation.of(step.recompute).is_off
+        more = self._draw(plain, "time") + (0 if is_plain else self._draw(choice, "time"))
+        return 1 + self._draw(sizes, "sizes") + 0.3 * more
 
     def bound(self, choice: Choice) -> float:
-        return (1 + self._draw(choice, "time")) * (0.8 + 0.2 * self._draw(choice, "bound"))
+        sizes = replace(choice, training=replace(choice.training, recompute="none"))
+        sizes = replace(sizes, training=replace(sizes.training, cuda_graphs=None))
+        return (1 + self._draw(sizes, "sizes")) * (0.8 + 0.2 * self._draw(sizes, "bound"))
 
 
 def space_of(config: GPTConfig, num_ranks: int, **changes: Any) -> SearchSpace:
@@ -180,3 +200,20 @@ def test_memory_of_stages_from_traces_of_single_layers_is_that_of_whole_stages(c
     traced.fullest(layout, replace(training, num_microbatches=64))
     assert before == traced.num_traces <= 5
     assert GIB < fullest.peak < 80 * GIB
+
+
+def test_a_search_traces_each_part_once() -> None:
+    space = SearchSpace(
+        config=CONFIG,
+        num_ranks=64,
+        ranks_per_node=8,
+        batch=GlobalBatch(512),
+        training=replace(STEP, seq_length=128),
+        given={"tp": 1, "ep": 1, "cuda_graphs": None},
+    )
+    costs = ForecastCosts(space, Cluster(num_gpus=64, gpu="h100"), "cuda")
+    before = trace_stage.cache_info().misses
+    found = Search(space, costs, 10**9, patience=3).run()
+    assert found.num_choices > 100 > found.num_timed > 10
+    assert 20 < trace_stage.cache_info().misses - before < 45
+    assert 10 < costs.layers.num_traces < 30
