@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -15,7 +16,7 @@ from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowPar
 from lightning_megatron.layers.parameters.parameter_stack import common_ranges
 from lightning_megatron.layers.replicated import ReplicatedLinear
 from lightning_megatron.plan.mask_numbers import MaskNumbers, dimension_of_rows
-from lightning_megatron.shapes import Float
+from lightning_megatron.shapes import Float, Shaped
 
 Base: TypeAlias = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
 """A layer that supports low-rank updates."""
@@ -51,13 +52,12 @@ class LowRank(nn.Module):
         self.scale = scale
         self.dropout = dropout
         spec = shard_spec_of(base.weight, mesh.tp.rank)
-        num_columns = spec.full_shape[1]
         num_rows = len(rows)
         before = rows.start
         self.a: nn.Module
         self.b: nn.Module
         if isinstance(base, RowParallelLinear):
-            self.a = RowParallelLinear(num_columns, rank, mesh, bias=False)
+            self.a = RowParallelLinear(spec.full_shape[1], rank, mesh, bias=False)
             self.b = ReplicatedLinear(
                 rank,
                 num_rows,
@@ -68,7 +68,7 @@ class LowRank(nn.Module):
         else:
             is_column = isinstance(base, ColumnParallelLinear)
             partial = mesh.sequence_parallel if is_column else spec.partial
-            self.a = ReplicatedLinear(num_columns, rank, mesh, bias=False, partial=partial)
+            self.a = ReplicatedLinear(spec.full_shape[1], rank, mesh, bias=False, partial=partial)
             if is_column:
                 # Number of this rank's outputs before the updated ones, and this rank's updated
                 # outputs.
@@ -86,16 +86,17 @@ class LowRank(nn.Module):
                 self.b = ReplicatedLinear(rank, num_rows, mesh, bias=False, partial=partial)
         #: Whether the inputs are this rank's features of all positions that its ranks of tp share.
         self.has_own_features = isinstance(base, RowParallelLinear)
-        width = self.b.get_parameter("weight").shape[0]
         #: Updated outputs, as indices into this rank's outputs of the base.
-        self.outputs = range(before, before + width)
+        self.outputs = slice(before, before + len(self.b.get_parameter("weight")))
 
     def forward(self, hidden: Float[Tensor, "... in_local"]) -> Float[Tensor, "... out_local"]:
         if self.training and self.dropout > 0.0:
             numbers = self._numbers(hidden)
             hidden = drop_numbered(hidden, self.dropout, self.mesh, numbers, "low rank")
-        product: Tensor = self.b(self.a(hidden.to(self.a.get_parameter("weight").dtype)))
-        return product * self.scale
+        inner = self.a(hidden.to(self.a.get_parameter("weight").dtype))
+        # The scale costs least between the factors.
+        update: Tensor = self.b(inner * self.scale)
+        return update
 
     def _numbers(self, hidden: Tensor) -> MaskNumbers:
         shape = hidden.shape if hidden.dim() > 2 else (*hidden.shape[:1], 1, *hidden.shape[1:])
@@ -125,16 +126,34 @@ class LowRankUpdates(nn.ModuleDict):
     ) -> Float[Tensor, "*tokens out_local"]:
         if not self.is_enabled:
             return output
-        pieces = []
-        end = 0
-        for update in self._updates_in_order():
-            outputs = update.outputs
-            here = output[..., outputs.start : outputs.stop]
-            pieces += [output[..., end : outputs.start], here + update(hidden).to(output.dtype)]
-            end = outputs.stop
-        pieces = [piece for piece in [*pieces, output[..., end:]] if piece.shape[-1]]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
-
-    def _updates_in_order(self) -> list[LowRank]:
         updates = [update for update in self.values() if isinstance(update, LowRank)]
-        return sorted(updates, key=lambda update: update.outputs.start)
+        for update, added in zip(updates, _values(updates, hidden), strict=True):
+            output = _Added.apply(output, update.outputs, added.to(output.dtype))
+        return output
+
+
+def _values(updates: list[LowRank], hidden: Tensor) -> list[Tensor]:
+    """Return the updates of an input, by one product for all first factors that are replicated."""
+    factors = [update.a for update in updates if isinstance(update.a, ReplicatedLinear)]
+    if len(factors) < len(updates) or any(one.training and one.dropout for one in updates):
+        return [update(hidden) for update in updates]
+    weight = torch.cat([factor.weight for factor in factors])
+    inner = F.linear(hidden.to(weight.dtype), weight)
+    parts = inner.split([len(factor.weight) for factor in factors], dim=-1)
+    return [one.b(part * one.scale) for one, part in zip(updates, parts, strict=True)]
+
+
+class _Added(torch.autograd.Function):
+    """Sum of a layer's output and an update of some of its features, in the output's memory."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, place: slice, update: Tensor) -> Shaped[Tensor, "..."]:
+        ctx.place = place
+        # Autograd lets no function change outputs of another one that are views, such as those of
+        # products over tp. A product keeps its inputs alone, so its output may be overwritten.
+        output.detach()[..., place].add_(update)
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Shaped[Tensor, "..."] | None, ...]:
+        return grads[0], None, grads[0][..., ctx.place]
