@@ -388,8 +388,6 @@ class Search:
     _lacks: dict[tuple[int, ...], TooLarge] = field(default_factory=dict, init=False)
     #: Computed times without a gain: for all axes under (), and for each.
     _vain: Counter[tuple[int, ...]] = field(default_factory=Counter, init=False)
-    #: Choices that fit without recomputation.
-    _plain: set[Choice] = field(default_factory=set, init=False)
     #: Smallest microbatch that does not fit, by everything else.
     _full: dict[object, int] = field(default_factory=dict, init=False)
 
@@ -458,10 +456,6 @@ class Search:
             return False
         step = choice.training
         rest = choice.axes, step.schedule, str((step.recompute, step.cuda_graphs, step.fp8))
-        plain = replace(step, recompute=self.space.training.recompute)
-        # What recomputes nothing is faster.
-        if Choice(choice.layout, plain) in self._plain:
-            return False
         # A larger microbatch needs no less than a smaller one.
         if step.microbatch_size > self._full.get(rest, step.microbatch_size):
             return False
@@ -472,8 +466,6 @@ class Search:
         if not self._fits(choice, memory.peak):
             self._full[rest] = step.microbatch_size
             return False
-        if Recomputation.of(step.recompute).is_off:
-            self._plain.add(Choice(choice.layout, plain))
         limit = self._limit()
         time = self.costs.time(choice)
         known = self._best.get(choice.axes)
