@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_megatron.forecast.cluster import Cluster
 from lightning_megatron.forecast.search import Choice, Fitting, Search, SearchSpace, TooLarge
-from lightning_megatron.forecast.step_time import StepTime, estimate_time
+from lightning_megatron.forecast.step_time import StepTime, estimate_time, with_transport
 from lightning_megatron.forecast.traced_layers import TracedLayers
 from lightning_megatron.memory.estimate import estimate_stage
 from lightning_megatron.memory.lone_stage import repeated_after
@@ -216,12 +216,17 @@ class ForecastCosts:
 
     def memory(self, choice: Choice) -> StageMemory:
         """Return the memory of the fullest stage."""
-        return self.layers.fullest(choice.layout, choice.training)
+        return self.layers.fullest(choice.layout, self._training_of(choice))
+
+    def _training_of(self, choice: Choice) -> TrainingShape:
+        nodes = self._cluster.gpus_per_node
+        return with_transport(self._space.config, choice.layout, choice.training, nodes)
 
     def confirmed(self, choice: Choice, memory: StageMemory) -> StageMemory:
         """Return the memory of the fullest stage from a trace of all its layers."""
         config = self._space.config
-        return estimate_stage(config, choice.layout, choice.training, memory.stage, self._kind)
+        training = self._training_of(choice)
+        return estimate_stage(config, choice.layout, training, memory.stage, self._kind)
 
     def time(self, choice: Choice) -> StepTime:
         """Return the time of a step."""

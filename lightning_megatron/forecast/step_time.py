@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
 
@@ -118,6 +118,7 @@ def estimate_time(
     """
     check_shape(layout, training)
     check_cluster(layout, cluster)
+    training = with_transport(config, layout, training, cluster.gpus_per_node)
     links = links_of(layout, cluster.gpus_per_node)
     chip = LinkedChip(speeds_of(cluster), links, training.cuda_graphs is None)
     parts = _virtual_stages(config, layout, training, chip)
@@ -214,6 +215,21 @@ def speeds_of(cluster: Cluster) -> ChipSpeeds:
     if cluster.speeds is not None:
         return ChipSpeeds.read(cluster.speeds, cluster.network)
     return ChipSpeeds.of_package(cluster.gpu, cluster.network)
+
+
+def with_transport(
+    config: GPTConfig, layout: ParallelLayout, training: TrainingShape, gpus_per_node: int
+) -> TrainingShape:
+    """Return the settings with the transport of tokens between nodes, if "auto" shall choose it.
+
+    GPUs of other nodes have no peer access, which traces of a rank cannot know.
+    """
+    experts = config.experts
+    chooses = training.expert_transport == "auto" and not training.clone_places
+    if experts is None or not chooses or not links_of(layout, gpus_per_node)["ep"].crosses_nodes:
+        return training
+    gathers = experts.top_k >= layout.ep
+    return replace(training, expert_transport="all_gather" if gathers else "all_to_all")
 
 
 def links_of(layout: ParallelLayout, gpus_per_node: int) -> dict[str, Link]:

@@ -13,7 +13,7 @@ from lightning_megatron.forecast.chip_speeds import Link
 from lightning_megatron.forecast.cluster import Cluster
 from lightning_megatron.forecast.operator_trace import Operator
 from lightning_megatron.forecast.pass_times import LinkedChip, combined, passes_of
-from lightning_megatron.forecast.step_time import estimate_time, links_of, speeds_of
+from lightning_megatron.forecast.step_time import estimate_time, links_of, speeds_of, with_transport
 from lightning_megatron.forecast.traced_parts import trace_stage
 from lightning_megatron.forecast.update_time import Embedding, update_times
 from lightning_megatron.plan.budget import TrainingShape
@@ -144,6 +144,20 @@ def test_slow_networks_and_more_nodes_cost_time(cluster):
     slow = estimate_time(LLAMA, layout, training(), cluster(16, network=1e9))
     assert near.seconds < far.seconds < slow.seconds
     assert slow.exposed["data"] > far.exposed["data"]
+
+
+def test_experts_of_other_nodes_get_their_tokens_over_the_network(cluster):
+    experts = {"num_experts": 16, "top_k": 2, "ffn_hidden_size": 128}
+    config = replace(LLAMA, experts=experts)
+    layout = ParallelLayout(world_size=16, ep=16)
+    far = estimate_time(config, layout, training(), cluster(16))
+    slow = estimate_time(config, layout, training(), cluster(16, network=1e9))
+    assert slow.exposed["ep"] > 2 * far.exposed["ep"] > 0
+    shape = with_transport(config, layout, training(), 8)
+    assert shape.expert_transport == "all_to_all"
+    assert with_transport(config, layout, training(), 16).expert_transport == "auto"
+    few = ParallelLayout(world_size=16, ep=2, tp=8, etp=8)
+    assert with_transport(config, few, training(), 8).expert_transport == "all_gather"
 
 
 def test_deep_models_need_no_more_traces_than_flat_ones(cluster):
