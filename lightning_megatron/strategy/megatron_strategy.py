@@ -51,8 +51,10 @@ from lightning_megatron.strategy.checks.callback_checks import (
     update_callbacks,
 )
 from lightning_megatron.strategy.checks.engine_checks import (
+    check_cudnn,
     check_engine,
     check_fp8,
+    load_cudnn_of_torch,
     with_plugin_recipe,
 )
 from lightning_megatron.strategy.checks.graph_checks import check_graphs
@@ -159,6 +161,7 @@ class MegatronStrategy(RankStrategy):
         layout: Literal["auto"] | dict[str, Any] | None = None,
     ) -> None:
         say_refusals_once()
+        load_cudnn_of_torch()
         super().__init__(StrategyOptions.from_locals(locals()))
         self._checkpoints = RunCheckpoints()
         self._source: CheckpointSource | None = None  #: The checkpoint that was loaded last.
@@ -223,6 +226,7 @@ class MegatronStrategy(RankStrategy):
         precision = str(self.precision_plugin.precision)
         if self.options.linear.backend == "te":
             check_engine(self.options, self.root_device, precision)
+        check_cudnn(self.options, self.root_device)
         if self.options.linear.backend_of("products") == "native":
             check_fp8(self.options.products, self.root_device, precision)
         check_graphs(self.options, device_type, precision, module, trainer)

@@ -120,7 +120,7 @@ BUDGETS: dict[str, int] = {
     "optimizer": 3130,
     "pipeline": 800,
     "plan": 3710,
-    "strategy": 13980,
+    "strategy": 14010,
     "swap": 8960,
     "tasks": 4520,
 }

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.layers.transformer_engine.engine_scaling import EngineScaling
 from lightning_megatron.models.fp8_layers import MODULES, _linears, set_fp8, set_part, unset_fp8
 from lightning_megatron.models.layered import single_mesh
-from lightning_megatron.strategy.checks.engine_checks import check_engine
+from lightning_megatron.strategy.checks.engine_checks import check_cudnn, check_engine
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from tests.fits import SIZES, strategy_with
 from tests.layers.fake_engine import installed
@@ -80,7 +83,7 @@ BACKENDS: list[tuple[dict[str, Any], str]] = [
     ({"linear.backend": "te", "linear.parts": ("head",)}, "must be"),
     ({"linear.backend": "te", "linear.parts": ("attention",), "cp": 2}, "cannot be used with cp (2)"),
     ({"linear.backend": "te", "linear.parts": ("attention",), "recompute": "full_except_core"}, "cannot be used with recompute"),
-    ({"linear.backend": "te", "cuda_graphs": "segments"}, "cannot be used with cuda_graphs"),
+    ({"linear.backend": "te", "linear.parts": ("experts",), "cuda_graphs": "full"}, "cannot be used with cuda_graphs"),
     ({"linear.backend": "te", "fp8": "rowwise"}, "must be tensorwise, delayed, blockwise or mxfp8"),
     ({"linear.backend": "te", "fp8": FP8(emulate=True)}, "emulate cannot be used with linear.backend='te'"),
     ({"linear.backend": "te", "tp": 2, "linear.overlap": True}, "cannot be used with linear.overlap"),
@@ -120,6 +123,37 @@ def test_a_missing_or_old_transformer_engine_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     with pytest.raises(MissingExtraError, match=r"ModuleNotFoundError.*lightning-megatron\[te\]"):
         trainer(1, MegatronStrategy(linear={"backend": "te"}), precision="bf16-mixed")
+
+
+def test_the_cudnn_of_torch_is_loaded_first_and_a_mixture_is_refused(monkeypatch, tmp_path):
+    (tmp_path / "transformer_engine").mkdir()
+    libraries = tmp_path / "nvidia" / "cudnn" / "lib"
+    libraries.mkdir(parents=True)
+    for name in ("libcudnn.so.9", "libcudnn_ops.so.9", "libcudnn_ops.txt"):
+        (libraries / name).touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    monkeypatch.setenv("CUDNN_HOME", "")
+    monkeypatch.delenv("CUDNN_HOME")
+    loaded: list[str] = []
+    monkeypatch.setattr(ctypes, "CDLL", lambda path, mode: loaded.append(Path(path).name))
+    plain, engine, captured = (
+        MegatronStrategy(**options).options
+        for options in ({}, {"linear": {"backend": "te"}}, {"cuda_graphs": "full"})
+    )
+    assert loaded == 3 * ["libcudnn.so.9", "libcudnn_ops.so.9"]
+    assert os.environ["CUDNN_HOME"] == str(libraries.parent)
+
+    def fail() -> None:
+        raise RuntimeError("compiled against (9, 19, 0) but found (9, 14, 0).")
+
+    check_cudnn(engine, CUDA)
+    monkeypatch.setattr(torch.backends.cudnn, "version", fail)
+    check_cudnn(plain, CUDA)
+    for options in (engine, captured):
+        check_cudnn(options, torch.device("cpu"))
+        with pytest.raises(ParallelPlanError, match=r"another one was loaded.*9, 14, 0"):
+            check_cudnn(options, CUDA)
 
 
 def make_plugin(**changes: Any) -> TransformerEnginePrecision:

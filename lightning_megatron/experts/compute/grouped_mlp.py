@@ -125,6 +125,11 @@ class GroupedMLP(nn.ModuleDict):
             self[str(number)] = nn.ModuleDict({self.first_name: first, "down": second})
 
     @property
+    def is_capturable(self) -> bool:
+        """Return whether a CUDA graph can hold the products."""
+        return not self.uses_engine
+
+    @property
     def has_biases(self) -> bool:
         """Return whether both products of every expert have biases."""
         return self.config.linear_bias

@@ -4,8 +4,12 @@ exists.
 
 from __future__ import annotations
 
+import ctypes
+import os
 from dataclasses import replace
 from importlib import import_module
+from importlib.machinery import PathFinder
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -98,6 +102,39 @@ def _installed() -> ModuleType:
             f"no {', '.join(missing)}. Upgrade it, or use linear.backend='native'."
         )
     return engine
+
+
+def load_cudnn_of_torch() -> None:
+    """Load the cuDNN that pip installed beside torch, before Transformer Engine loads another one.
+
+    Transformer Engine, if it is installed, prefers the cuDNN of the system. Of two versions, each
+    library of cuDNN is then that which was loaded first. Eager steps run, but captured attention,
+    also that of torch, has wrong results or invalid memory accesses when it is replayed.
+    """
+    nvidia = PathFinder.find_spec("nvidia")
+    if nvidia is None or PathFinder.find_spec("transformer_engine") is None:
+        return
+    for folder in nvidia.submodule_search_locations or []:
+        libraries = sorted(Path(folder, "cudnn", "lib").glob("libcudnn*.so.*"))
+        if libraries:
+            os.environ.setdefault("CUDNN_HOME", str(Path(folder, "cudnn")))
+        for library in libraries:
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def check_cudnn(options: StrategyOptions, device: torch.device) -> None:
+    """Refuse a mixture of two versions of cuDNN, which captured attention does not survive."""
+    if device.type != "cuda" or (options.linear.backend == "native" and options.graphs is None):
+        return
+    try:
+        torch.backends.cudnn.version()
+    except RuntimeError as error:
+        raise ParallelPlanError(
+            "cuda_graphs and linear.backend 'te' need the cuDNN of torch: another one was loaded "
+            "first, with which captured attention gives wrong results or invalid memory accesses "
+            f"({error}) Import transformer_engine after the strategy is made, or set CUDNN_HOME "
+            "and LD_LIBRARY_PATH to the cuDNN of torch before Python starts."
+        ) from error
 
 
 def check_fp8(settings: FP8 | None, device: torch.device, precision: str) -> None:

@@ -192,13 +192,9 @@ class StrategyOptions:
              "groups and pieces of sequences of its own"),
             ("attention", has_core, "recompute='full_except_core', because it does not return the "
              "log-sum-exps that are kept"),
+            ("experts", self.graph_mode == "full", "cuda_graphs in mode 'full', because the host "
+             "gives its products the rows of each expert"),
         ]  # fmt: skip
-        if self.linear.backend == "te" and self.graph_mode is not None:
-            raise ParallelPlanError(
-                "linear.backend ('te') cannot be used with cuda_graphs: replays of captured steps "
-                "with Transformer Engine gave wrong values or invalid memory accesses on GPUs. "
-                "Leave one of them out."
-            )
         for part, is_used, what in cases:
             if is_used and self.linear.backend_of(part) == "te":
                 raise ParallelPlanError(
