@@ -195,7 +195,7 @@ def _pipeline(layout: ParallelLayout, training: TrainingShape, costs: StageCosts
     def length(microbatches: int) -> float:
         group = training.microbatch_group_size
         order = training.schedule
-        schedule = _order(order, stages, microbatches, layout.vpp, group)
+        schedule = _order(order, stages, microbatches, layout.vpp, group, training.is_paired)
         return simulate(schedule, costs).length * _TICK
 
     least = repeated_after(training.schedule, stages, count) + count % stages

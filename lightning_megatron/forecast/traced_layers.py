@@ -124,7 +124,7 @@ class TracedLayers:
             kept = sum(number * chunk.kept for number, chunk in zip(slots, chunks, strict=True))
             graphs = kept + sum(chunk.backward - chunk.kept for chunk in chunks)
         return memory_at_peak(
-            [*moments(actions, chunks)],
+            [*moments(actions, chunks, training.is_paired)],
             training.step_bytes * (static["optimizer"] // max(1, training.state_bytes)),
             self._transfers(layout, training),
             chunks,
@@ -173,8 +173,10 @@ class TracedLayers:
         order = training.schedule
         named = NAMED_SCHEDULES.get(str(order))
         count = repeated_after(order, layout.pp, training.num_microbatches)
-        if named is None:
-            return build_order(order, layout.pp, count, layout.vpp).actions(stage)
+        if named is None or training.is_paired:
+            return build_order(
+                order, layout.pp, count, layout.vpp, is_paired=training.is_paired
+            ).actions(stage)
         group = count
         if order == "interleaved":
             group = training.microbatch_group_size or layout.pp
@@ -242,6 +244,7 @@ class TracedLayers:
             num_microbatches=2 if training.fp8 and training.num_microbatches > 1 else 1,
             schedule=order,
             microbatch_group_size=None,
+            is_paired=False,
             cuda_graphs=None,
         )
         axes = layout.tp, layout.cp, layout.ep, layout.etp

@@ -21,6 +21,7 @@ from lightning_megatron.groups.journal import Journal
 from lightning_megatron.groups.mesh_groups import GroupBuilder, MeshGroups
 from lightning_megatron.groups.nccl_options import NcclOptions
 from lightning_megatron.groups.random import RandomStreams
+from lightning_megatron.groups.turns import PassTurns
 from lightning_megatron.plan.context_transport import ContextLinks
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.model_shape import LossChunk
@@ -44,7 +45,8 @@ class ParallelMesh:
 
     ``context`` and ``loss_chunk`` are settings that models read when they are built: the transport
     of attention over cp, and the number of tokens whose logits exist at once. The division of
-    layers among stages depends on the latter.
+    layers among stages depends on the latter. ``turns`` is None unless the communication of experts
+    overlaps with another microbatch.
     """
 
     layout: ParallelLayout
@@ -85,6 +87,7 @@ class ParallelMesh:
         default_factory=CollectiveLauncher, repr=False, compare=False
     )
     host_values: HostValues = field(default_factory=HostValues, repr=False, compare=False)
+    turns: PassTurns | None = field(default=None, repr=False, compare=False)
     owned_groups: tuple[dist.ProcessGroup, ...] = field(default=(), repr=False, compare=False)
 
     @classmethod
@@ -111,6 +114,7 @@ class ParallelMesh:
         overlaps_matmul: bool = False,
         context: ContextLinks | None = None,
         loss_chunk: LossChunk = None,
+        takes_turns: bool = False,
     ) -> ParallelMesh:
         """Create the groups of a layout; all its ranks must call this with the same layout.
 
@@ -134,6 +138,7 @@ class ParallelMesh:
                 regions with their communication, where ``groups.collective_matmul`` supports it.
             context: Transport of attention over cp; None means that each layer chooses it.
             loss_chunk: Number of tokens whose logits exist at once; None means all tokens.
+            takes_turns: Whether passes of two microbatches switch where experts communicate.
 
         Raises:
             ParallelPlanError: If the existing process group has fewer ranks than the layout needs,
@@ -150,6 +155,11 @@ class ParallelMesh:
         random = random_streams(layout, builder.rank, seed, device)
         is_cut = sequence_parallel and layout.tp > 1
         groups |= {"context": context or ContextLinks(), "loss_chunk": loss_chunk}
+        if takes_turns:
+            groups["turns"] = PassTurns(device)
+            for axis in groups.values():
+                if isinstance(axis, MeshAxis):
+                    axis.peer_memory.forbid("two microbatches would write into it at once")
         return cls(layout, builder.rank, device, random, is_cut, **groups)
 
     @property

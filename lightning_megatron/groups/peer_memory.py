@@ -105,6 +105,10 @@ class PeerMemory:
             self._verdict = (reason,)
         return self._verdict[0]
 
+    def forbid(self, reason: str) -> None:
+        """Let ranks not write into each other's memory, for this reason."""
+        self._verdict = (reason,)
+
     def _try(self, group: dist.ProcessGroup, device: torch.device) -> str | None:
         try:
             self.reserve(group, _TEST_BYTES, device)

@@ -30,6 +30,8 @@ from lightning_megatron.shapes import Int
 
 #: State of a default generator, or the generator that takes its place in a captured computation.
 _State = torch.Tensor | torch.Generator
+#: Position of the streams, with the states and counts of the draws since the last move.
+_Place = tuple[Any, ...]
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -295,15 +297,21 @@ class RandomStreams:
     @contextmanager
     def preserve_position(self) -> Iterator[None]:
         """Restore the current position when the block ends, and discard the draws of the block."""
-        position = self.position
-        states = dict(self._states)
-        counts = (self._runs.copy(), self._repeats.copy(), self._masks.copy())
+        before = self.exchange(None)
         try:
             yield
         finally:
-            self.position = position
-            self._states = states
-            self._runs, self._repeats, self._masks = counts
+            self.exchange(before)
+
+    def exchange(self, other: _Place | None) -> _Place:
+        """Continue from another place, and return the present one; None continues from a copy."""
+        here = (self.position, self._states, self._runs, self._repeats, self._masks)
+        position, *counts = other or here
+        if other is None:
+            counts = [one.copy() for one in counts]
+        self.position = position
+        self._states, self._runs, self._repeats, self._masks = counts
+        return here
 
     def state_dict(self) -> dict[str, Any]:
         """Return the seed and the position, with which a resumed run continues the streams."""

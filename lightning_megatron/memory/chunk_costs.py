@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,25 +61,31 @@ class StepPoint:
         return self.kept + self.workspace
 
 
-def moments(actions: Iterable[Action], chunks: Sequence[ChunkCosts]) -> Iterator[StepPoint]:
+def moments(
+    actions: Sequence[Action], chunks: Sequence[ChunkCosts], is_paired: bool = False
+) -> Iterator[StepPoint]:
     """Yield the moments of the largest memory in each action of a stage.
 
     Args:
         actions: Actions in execution order.
         chunks: Costs of the stage's chunks.
+        is_paired: Whether the stage switches between a forward pass and a backward pass behind it.
     """
     kept = num_kept = 0
+    beside = 0
     for action in actions:
         costs = chunks[action.chunk]
         if action.kind == "F":
             kept += costs.kept
             num_kept += 1
+            beside = (costs.forward - costs.kept) * is_paired
             yield StepPoint("forward", num_kept, kept, costs.forward - costs.kept)
             continue
         is_weight_half = action.kind == "W"
         before = costs.waiting if is_weight_half else costs.kept
         peak = costs.weight_half if is_weight_half else costs.backward
-        yield StepPoint("backward", num_kept, kept, peak - before)
+        yield StepPoint("backward", num_kept, kept, peak - before + beside)
+        beside = 0
         kept -= before
         if action.kind == "I":
             kept += costs.waiting

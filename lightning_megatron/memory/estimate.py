@@ -152,7 +152,7 @@ def _memory_of(lone: LoneStage, training: TrainingShape, stage: int) -> StageMem
         pools = 0
         if graphs is not None and graphs.mode == "segments":
             pools = segment_bytes(lone, graphs)
-    passes = [*moments(lone.schedule.actions(stage), chunks)]
+    passes = [*moments(lone.schedule.actions(stage), chunks, training.is_paired)]
     # A stage receives tensors while it sends others.
     transfers = 2 * max(trace.crossing for trace in traces)
     if graphs is not None and graphs.mode == "full":

@@ -211,6 +211,7 @@ class LoneStage:
             repeated_after(order, layout.pp, training.num_microbatches),
             layout.vpp,
             training.microbatch_group_size,
+            training.is_paired,
         )
         return cls(
             device, mesh, models, pipelined, limit, main, reducer, step, microbatch, schedule

@@ -349,6 +349,9 @@ class GradientReducer:
                 "no gradient sum over the ranks may start while gradients are recorded: the sum of "
                 f"{bucket.names[0]!r} would be part of the captured pass. End the recording first."
             )
+        turns = self._main.mesh.turns
+        if turns is not None:
+            turns.join()
         self._fill(bucket.names)
         if self.before_reduction is not None:
             self.before_reduction({name: self._gradient_of(name) for name in bucket.names})

@@ -20,7 +20,7 @@ from lightning_megatron.pipeline.step_run import (
     StepRun,
     new_weight,
 )
-from lightning_megatron.plan.actions import Action
+from lightning_megatron.plan.actions import Action, PassPair
 from lightning_megatron.plan.schedule import Schedule, ScheduleName, build_schedule
 from lightning_megatron.plan.simulate import ReductionPoint, reduction_points
 from lightning_megatron.plan.transfers import Instruction, TransferBatch, plan_transfers
@@ -160,17 +160,22 @@ class PipelineExecutor:
         for instruction in instructions:
             if isinstance(instruction, TransferBatch):
                 run.start_transfers(instruction.sends, instruction.receives)
+                continue
+            actions = instruction.actions
+            indices = range(num_actions, num_actions + len(actions))
+            due = [point for index in indices for point in points.get(index, ())]
+            if observer is not None and any(point.early for point in due):
+                run.announce(actions[-1], observer)
+            if isinstance(instruction, PassPair):
+                run.compute_pair(instruction)
             else:
-                due = points.get(num_actions, ())
-                if observer is not None and any(point.early for point in due):
-                    run.announce(instruction, observer)
                 run.compute(instruction)
-                if self._after_forwards is not None and instruction == last_forward:
-                    finish = self._after_forwards()
-                for point in due:
-                    if observer is not None:
-                        observer.start_reduction(point.chunk)
-                num_actions += 1
+            if self._after_forwards is not None and last_forward in actions:
+                finish = self._after_forwards()
+            for point in due:
+                if observer is not None:
+                    observer.start_reduction(point.chunk)
+            num_actions += len(actions)
         if finish is not None:
             finish()
 
@@ -198,6 +203,7 @@ class PipelineExecutor:
             self._num_chunks,
             self._group_size,
             forward_only=forward_only,
+            is_paired=self.mesh.turns is not None and not forward_only,
         )
 
     def _check_placement(self, schedule: Schedule) -> None:

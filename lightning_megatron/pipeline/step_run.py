@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +23,7 @@ from lightning_megatron.models.stage import StageCursor, StepPlan, wrong_calls
 from lightning_megatron.pipeline.action_times import ActionTimes
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.pipeline.step_plans import StepFn, StepPlans, TensorSpec, signature_of
-from lightning_megatron.plan.actions import Action, Kind, PipelineUnit
+from lightning_megatron.plan.actions import Action, Kind, PassPair, PipelineUnit
 from lightning_megatron.plan.schedule import Schedule
 from lightning_megatron.plan.transfers import Transfer
 
@@ -73,6 +74,14 @@ class MicrobatchWeights:
         # Attached losses read their weights in backward passes only, one of which runs at a time.
         if self._loss_weight is not None and self._fixed is not None:
             self._fixed.copy_(self._weight(number))
+
+    def exchange(self, other: Any) -> Any:
+        """Continue with another weight, and return the present one; None keeps it."""
+        if self._loss_weight is None:
+            return None
+        here = self._loss_weight.value
+        self._loss_weight.value = here if other is None else other
+        return here
 
     def fill(self, number: int, value: float | Tensor) -> None:
         """Set the weight of a microbatch."""
@@ -219,6 +228,8 @@ class StepRun:
         self._arrivals: dict[tuple[str, ChunkMicrobatch], Pending] = {}
         self._boundaries: dict[Any, list[TensorSpec]] = {}
         self._pending: list[Pending] = []
+        #: Random streams after a forward pass, from which a backward pass in turns starts.
+        self._streams: dict[ChunkMicrobatch, Any] = {}
         passes = self.backward or BackwardPasses()
         self._weights = MicrobatchWeights(passes.loss_weight, self.mesh.device, self.fixed_weight)
         self._weight_gradients = passes.weight_gradients or WeightGradientQueue()
@@ -258,15 +269,55 @@ class StepRun:
                 stack.enter_context(times.measure(action))
             if self.actions is not None:
                 stack.enter_context(self.actions.during(action))
-            if action.kind == "F":
-                self._forward(key)
-            elif action.kind == "B":
+            if self.mesh.turns is not None:
+                stack.enter_context(self.mesh.turns.on(self._is_second(key)))
+            self._run(action.kind, key)
+
+    def compute_pair(self, pair: PassPair) -> None:
+        """Run a forward pass and the backward pass of another microbatch in turns.
+
+        The pair is measured as one action. The backward pass computes weight gradients at the end
+        of a turn, after it has started the communication that other ranks wait for.
+        """
+        turns = self.mesh.turns
+        assert turns is not None, "the schedule has pairs"
+        forward, backward = ((action.chunk, action.microbatch) for action in pair.actions)
+        self._wait_for_tensors("F", forward)
+        self._wait_for_tensors("B", backward)
+
+        def run_backward() -> None:
+            self._run("I", backward)
+            self._run("W", backward)
+
+        with ExitStack() as stack:
+            for times in self.times:
+                stack.enter_context(times.measure(pair.backward))
+            turns.run(
+                partial(self._run, "F", forward),
+                run_backward,
+                (self.mesh.random, self._weights),
+                (self._streams[backward], None),
+                self._weight_gradients.run_open,
+                self._is_second(forward),
+            )
+
+    def _is_second(self, key: ChunkMicrobatch) -> bool:
+        """Return whether a microbatch in a chunk has the second stream; only one of a pair does."""
+        chunk, number = key
+        return bool((chunk if self.num_chunks > 1 else number) % 2)
+
+    def _run(self, kind: Kind, key: ChunkMicrobatch) -> None:
+        if self.mesh.turns is not None:
+            self.mesh.turns.use([*self._inputs.get(key, ()), *self._gradients.get(key, ())])
+        if kind == "F":
+            self._forward(key)
+        elif kind == "B":
+            self._backward(key)
+        elif kind == "I":
+            with self._weight_gradients.open(key):
                 self._backward(key)
-            elif action.kind == "I":
-                with self._weight_gradients.open(key):
-                    self._backward(key)
-            else:
-                self._weight_gradients.run(key)
+        else:
+            self._weight_gradients.run(key)
 
     def start_transfers(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
         """Start a batch of transfers. The pass that reads a received tensor waits for it."""
@@ -324,11 +375,14 @@ class StepRun:
                 self._sent.pop(key, None)
         if self.backward is None:
             self._inputs.pop(key, None)
+        elif self.mesh.turns is not None:
+            self._streams[key] = self.mesh.random.exchange(None)
 
     def _backward(self, key: ChunkMicrobatch) -> None:
         assert self.backward is not None, "the schedule of the run has backward passes"
         chunk, number = key
         self._weights.begin_backward(number)
+        self._streams.pop(key, None)
         inspect = self.backward.inspector
         loss = self._losses.pop(key, None)
         if loss is not None:

@@ -32,8 +32,26 @@ class Action(NamedTuple):
         """Return the chunk and the microbatch."""
         return PipelineUnit(self.chunk, self.microbatch)
 
+    @property
+    def actions(self) -> list[Action]:
+        """Return this action alone, the counterpart of :attr:`PassPair.actions`."""
+        return [self]
+
     def __str__(self) -> str:
         return f"{self.kind} of {self.unit}"
+
+
+@dataclass(frozen=True)
+class PassPair:
+    """Forward of one microbatch and backward of another, between which a stage switches."""
+
+    forward: Action
+    backward: Action
+
+    @property
+    def actions(self) -> list[Action]:
+        """Return both actions."""
+        return [self.forward, self.backward]
 
 
 class RowBuilder:

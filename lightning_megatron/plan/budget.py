@@ -85,6 +85,7 @@ class TrainingShape:
         num_microbatches: Microbatches of a step on one data-parallel rank.
         schedule: Name of the pipeline schedule, or the user's own order.
         microbatch_group_size: Group size of the "interleaved" schedule, see ``build_schedule``.
+        is_paired: Whether stages switch between passes of two microbatches, see ``build_schedule``.
         recompute: Activations that backward recomputes.
         loss_chunk: Tokens whose logits exist at once; None stores those of all.
         expert_transport: Transport of tokens to the ranks that share the experts of a block.
@@ -114,6 +115,7 @@ class TrainingShape:
     num_microbatches: int = 1
     schedule: OrderOfPasses = "1f1b"
     microbatch_group_size: int | None = None
+    is_paired: bool = False
     sequence_parallel: bool = False
     recompute: Recompute | Recomputation = "none"
     loss_chunk: LossChunk = None

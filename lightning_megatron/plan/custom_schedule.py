@@ -154,6 +154,7 @@ def build_order(
     num_microbatches: int,
     num_chunks: int = 1,
     group_size: int | None = None,
+    is_paired: bool = False,
 ) -> Schedule:
     """Build the schedule of a training step.
 
@@ -161,13 +162,16 @@ def build_order(
         order: Named schedule, or the user's own order, whose sizes are those given here.
         num_chunks: Chunks per stage (vpp).
         group_size: Group size of "interleaved", see ``build_schedule``.
+        is_paired: Whether stages switch between passes, see ``build_schedule``.
 
     Raises:
         ParallelPlanError: For sizes that the order cannot run.
     """
     if isinstance(order, CustomOrder):
         return order.build(num_microbatches)
-    return build_schedule(order, num_stages, num_microbatches, num_chunks, group_size)
+    return build_schedule(
+        order, num_stages, num_microbatches, num_chunks, group_size, is_paired=is_paired
+    )
 
 
 def shape_of_order(order: OrderOfPasses) -> PlacementShape:

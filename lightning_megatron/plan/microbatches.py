@@ -8,7 +8,11 @@ from typing import Literal
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.custom_schedule import CustomOrder, OrderOfPasses, build_order
-from lightning_megatron.plan.schedule import NAMED_SCHEDULES, check_schedule_sizes
+from lightning_megatron.plan.schedule import (
+    NAMED_SCHEDULES,
+    check_pairs,
+    check_schedule_sizes,
+)
 from lightning_megatron.plan.simulate import simulate
 
 #: Largest share of a step in which stages are idle, where the size of a microbatch is chosen.
@@ -25,6 +29,7 @@ class MicrobatchRule:
             are idle for at most a fifth of a step.
         group_size: Microbatches that pass through a chunk before the next chunk starts; None means
             ``num_stages``.
+        is_paired: Whether stages switch between passes of two microbatches.
     """
 
     size: int | Literal["batch"] | None
@@ -32,6 +37,7 @@ class MicrobatchRule:
     num_stages: int
     num_chunks: int
     group_size: int | None
+    is_paired: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -69,6 +75,8 @@ class MicrobatchRule:
         Raises:
             ParallelPlanError: If it cannot.
         """
+        if self.is_paired:
+            check_pairs(self.schedule, self.num_stages, num_microbatches)
         if isinstance(self.schedule, CustomOrder):
             self.schedule.build(num_microbatches)
             return

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.actions import Action, Kind, RowBuilder
+from lightning_megatron.plan.actions import Action, Kind, PassPair, RowBuilder
 from lightning_megatron.plan.placement import Placement, PlacementShape
 from lightning_megatron.plan.settings import join_or, require_positive
 from lightning_megatron.plan.zero_bubble import (
@@ -150,6 +150,8 @@ class Schedule:
         rows: Actions of every stage in order, as ``rows[stage]``.
         forward_only: Whether there is no backward (validation, test, predict).
         shape: Placement of the chunks on the stages.
+        is_paired: Whether a forward and the whole backward of another microbatch behind it are a
+            pair, which a stage begins once it has the inputs of both.
     """
 
     name: str
@@ -159,6 +161,7 @@ class Schedule:
     rows: tuple[tuple[Action, ...], ...]
     forward_only: bool = False
     shape: PlacementShape = "loop"
+    is_paired: bool = False
 
     @cached_property
     def placement(self) -> Placement:
@@ -168,6 +171,13 @@ class Schedule:
     def actions(self, rank: int) -> tuple[Action, ...]:
         """Return the actions of a stage in order."""
         return self.rows[rank]
+
+    def pair_at(self, rank: int, index: int) -> PassPair | None:
+        """Return the pair that begins with the action at an index of a stage's row, if any."""
+        actions = self.rows[rank][index : index + 2]
+        if not self.is_paired or [action.kind for action in actions] != ["F", "B"]:
+            return None
+        return None if actions[0].unit == actions[1].unit else PassPair(*actions)
 
     def is_split(self, rank: int, chunk: int, microbatch: int) -> bool:
         """Return whether a stage runs a backward in two halves."""
@@ -251,6 +261,7 @@ def build_schedule(
     num_chunks: int = 1,
     microbatch_group_size: int | None = None,
     forward_only: bool = False,
+    is_paired: bool = False,
 ) -> Schedule:
     """Build the order of actions of every pipeline stage.
 
@@ -277,6 +288,7 @@ def build_schedule(
         microbatch_group_size: Number of microbatches that pass through a chunk before the next
             chunk starts, for "interleaved" only; None means num_stages.
         forward_only: Whether to omit the backwards.
+        is_paired: Whether stages switch between paired passes, see :func:`paired_rows`.
 
     Raises:
         ParallelPlanError: For an unknown name, and for sizes that the schedule cannot run.
@@ -289,16 +301,55 @@ def build_schedule(
         name, num_stages, num_microbatches, num_chunks, microbatch_group_size, forward_only
     )
     named = NAMED_SCHEDULES[name]
-    shape = named.shape
     if forward_only:
-        placement = Placement(shape, num_stages, num_chunks)
+        placement = Placement(named.shape, num_stages, num_chunks)
         return forward_schedule(name, placement, num_microbatches, microbatch_group_size)
     group = (microbatch_group_size or num_stages) if name == "interleaved" else num_microbatches
     rows = tuple(
         named.row(rank, num_stages, num_microbatches, num_chunks, group)
         for rank in range(num_stages)
     )
-    return Schedule(name, num_stages, num_microbatches, num_chunks, rows, shape=shape).validate()
+    if is_paired:
+        rows = paired_rows(name, rows, num_microbatches)
+    return Schedule(
+        name, num_stages, num_microbatches, num_chunks, rows, shape=named.shape, is_paired=is_paired
+    ).validate()
+
+
+def paired_rows(
+    name: str, rows: tuple[tuple[Action, ...], ...], num_microbatches: int
+) -> tuple[tuple[Action, ...], ...]:
+    """Return the rows of a schedule in which stages switch between two microbatches.
+
+    "dualpipe-v" has pairs already. "1f1b" of a single stage begins the next forward before each
+    backward, with which it is paired: memory 2.
+    """
+    check_pairs(name, len(rows), num_microbatches)
+    alone = whole_backward_row(1, num_microbatches, 1, num_microbatches)
+    return (alone,) if name == "1f1b" else rows
+
+
+def check_pairs(order: object, num_stages: int, num_microbatches: int | None = None) -> None:
+    """Check that stages can switch between forwards and backwards of an order of passes.
+
+    Args:
+        num_microbatches: Microbatches of a step; None if they are not known.
+
+    Raises:
+        ParallelPlanError: For orders without pairs, and for a single microbatch.
+    """
+    if order != "dualpipe-v" and (order != "1f1b" or num_stages > 1):
+        raise ParallelPlanError(
+            "experts.overlap needs a schedule that pairs the forward pass of a microbatch with the "
+            f"backward pass of another: schedule is {order!r} with pp {num_stages}. Use schedule "
+            "'1f1b' with pp=1, 'dualpipe-v' with vpp=2, or experts.overlap=False."
+        )
+    if num_microbatches == 1:
+        raise ParallelPlanError(
+            "experts.overlap needs at least two microbatches in a step: num_microbatches is 1, and "
+            "the tokens of one travel while the other computes. Use a smaller microbatch_size, or "
+            "experts.overlap=False."
+        )
 
 
 def forward_schedule(

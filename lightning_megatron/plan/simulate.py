@@ -149,6 +149,8 @@ def consumer_of(schedule: Schedule, stage: int, action: Action) -> tuple[int, Ac
 def simulate(schedule: Schedule, costs: StageCosts | None = None) -> Timeline:
     """Simulate a schedule: a stage runs its actions in order, each once its input is available.
 
+    A pair begins once both inputs are available; its two actions run one after the other.
+
     Args:
         costs: Times of every virtual stage; None means one tick for a forward and each half of a
             backward, and none for transfers.
@@ -158,16 +160,7 @@ def simulate(schedule: Schedule, costs: StageCosts | None = None) -> Timeline:
             of virtual stages.
     """
     placement = schedule.placement
-    if costs is None:
-        ticks = (1,) * placement.num_virtual_stages
-        costs = StageCosts(ticks, ticks, ticks)
-    if costs.num_virtual_stages != placement.num_virtual_stages:
-        raise ParallelPlanError(
-            "costs must have one time for each virtual stage: they have "
-            f"{costs.num_virtual_stages}, schedule {schedule.name!r} has pp x vpp of "
-            f"{schedule.num_stages} x {schedule.num_chunks}. Use {placement.num_virtual_stages} "
-            "times."
-        )
+    costs = _costs_of(schedule, costs)
     # Tick at which the input of a stage's action from another virtual stage is available, and the
     # stage that the input comes from.
     ready: dict[tuple[int, Action], int] = {}
@@ -177,6 +170,8 @@ def simulate(schedule: Schedule, costs: StageCosts | None = None) -> Timeline:
         targets.append([consumer_of(schedule, stage, action) for action in row])
         producers |= dict.fromkeys(filter(None, targets[-1]), stage)
     spans: list[list[Span]] = [[] for _ in schedule.rows]
+    # Action whose input a stage waits for.
+    heads: dict[int, Action] = {}
     # A stage runs all actions whose inputs are available, and is visited again with each new input.
     pending = deque(range(len(schedule.rows)))
     while pending:
@@ -184,10 +179,15 @@ def simulate(schedule: Schedule, costs: StageCosts | None = None) -> Timeline:
         row = schedule.rows[stage]
         while len(spans[stage]) < len(row):
             action = row[len(spans[stage])]
-            if (stage, action) in producers and (stage, action) not in ready:
+            begun = (schedule.pair_at(stage, len(spans[stage])) or action).actions
+            inputs = [(stage, one) for one in begun if (stage, one) in producers]
+            missing = [one for _, one in inputs if (stage, one) not in ready]
+            if missing:
+                heads[stage] = missing[0]
                 break
+            heads.pop(stage, None)
             free = spans[stage][-1].stop if spans[stage] else 0
-            start = max(free, ready.get((stage, action), 0))
+            start = max([free, *(ready[one] for one in inputs)])
             virtual = placement.virtual_stage(stage, action.chunk)
             span = Span(stage, action, start, start + costs.ticks(action.kind, virtual))
             spans[stage].append(span)
@@ -197,14 +197,24 @@ def simulate(schedule: Schedule, costs: StageCosts | None = None) -> Timeline:
             ready[target] = span.stop + (costs.transfer if target[0] != stage else 0)
             if target[0] != stage:
                 pending.append(target[0])
-    heads = {
-        stage: row[len(spans[stage])]
-        for stage, row in enumerate(schedule.rows)
-        if len(spans[stage]) < len(row)
-    }
     if heads:
         raise _deadlock(schedule, heads, producers)
     return Timeline(schedule, tuple(tuple(row) for row in spans))
+
+
+def _costs_of(schedule: Schedule, costs: StageCosts | None) -> StageCosts:
+    """Return the costs of a schedule: of a tick each if there are none."""
+    count = schedule.placement.num_virtual_stages
+    if costs is None:
+        ticks = (1,) * count
+        return StageCosts(ticks, ticks, ticks)
+    if costs.num_virtual_stages != count:
+        raise ParallelPlanError(
+            "costs must have one time for each virtual stage: they have "
+            f"{costs.num_virtual_stages}, schedule {schedule.name!r} has pp x vpp of "
+            f"{schedule.num_stages} x {schedule.num_chunks}. Use {count} times."
+        )
+    return costs
 
 
 def _deadlock(

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_megatron.plan.actions import Action
+from lightning_megatron.plan.actions import Action, PassPair
 from lightning_megatron.plan.schedule import Schedule
 from lightning_megatron.plan.simulate import Span, consumer_of, simulate
 
@@ -40,8 +40,8 @@ class TransferBatch:
     receives: tuple[Transfer, ...]
 
 
-Instruction = Action | TransferBatch
-"""Action to run, or transfers."""
+Instruction = Action | PassPair | TransferBatch
+"""Action to run, two actions to switch between, or transfers."""
 
 
 def plan_transfers(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
@@ -52,7 +52,8 @@ def plan_transfers(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
     action that starts at that tick or later. The instructions of all stages are thus parts of one
     global order, in which a tensor is produced before it is sent and received before it is used.
     Streams that run their operations strictly in order, such as NCCL's, then cannot block each
-    other. A tensor whose consumer is on the same stage, as at the turn of a V, is not transferred.
+    other. A pair has its place where its forward begins, and has received the inputs of both then.
+    A tensor whose consumer is on the same stage, as at the turn of a V, is not transferred.
 
     Returns:
         The instructions of every stage in order.
@@ -81,9 +82,15 @@ def plan_transfers(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
         received = Transfer(kind, action.chunk, action.microbatch, span.stage)
         batches[consumer][span.stop][1].append(received)
     instructions = []
-    for row, of_stage in zip(rows, batches, strict=True):
+    for stage, (row, of_stage) in enumerate(zip(rows, batches, strict=True)):
+        pairs = [schedule.pair_at(stage, index) for index in range(len(row))]
+        paired = {pair.backward for pair in pairs if pair is not None}
         # The 0 sorts a batch before the action (1) that starts at the same tick.
-        events: list[tuple[int, int, Instruction]] = [(span.start, 1, span.action) for span in row]
+        events: list[tuple[int, int, Instruction]] = [
+            (span.start, 1, pair or span.action)
+            for span, pair in zip(row, pairs, strict=True)
+            if span.action not in paired
+        ]
         for time, (sends, receives) in of_stage.items():
             events.append((time, 0, TransferBatch(tuple(sends), tuple(receives))))
         events.sort(key=lambda event: event[:2])

@@ -344,6 +344,7 @@ def shape_before_run(
         seq_length=1,
         schedule=options.pass_order,
         microbatch_group_size=options.pipeline.microbatch_group_size,
+        is_paired=options.experts.overlap,
         sequence_parallel=options.shards_sequence,
         loss_chunk=options.loss_chunk,
         expert_transport=options.experts.transport,

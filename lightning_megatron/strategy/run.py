@@ -29,6 +29,7 @@ from lightning_megatron.strategy.checks.callback_checks import hide_example_inpu
 from lightning_megatron.strategy.checks.engine_checks import check_not_compiled
 from lightning_megatron.strategy.checks.run_checks import (
     check_train_loaders,
+    check_turns,
     data_fields,
     pipelined_module,
 )
@@ -363,6 +364,7 @@ class Run:
         self.layers.warn_of_evaluation()
         note_compiled_blocks(self.module, self.mesh, self.options)
         check_not_compiled(self.module, self.options.products)
+        check_turns(self.module, self.options)
         self.state.begin_fit()
 
     def end_training(self) -> None:

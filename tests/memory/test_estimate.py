@@ -13,10 +13,12 @@ import torch
 from benchmarks.forecast import CASES
 from benchmarks.shapes import changed
 from lightning_megatron import FP8, CudaGraphs, ParallelLayout, Recomputation
+from lightning_megatron.memory.chunk_costs import ChunkCosts, moments
 from lightning_megatron.memory.estimate import estimate_memory
 from lightning_megatron.memory.pretended_device import PretendedDevice
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.budget import GIB, TrainingShape
+from lightning_megatron.plan.schedule import build_schedule
 from tests.memory.measured import (
     BATCH,
     CONFIGS,
@@ -245,6 +247,16 @@ def test_first_stages_hold_more_microbatches_and_weight_halves_keep_factors():
     assert [stage.in_flight for stage in interleaved] == [11, 9, 7, 5]
     more = stages_of(LARGE_LLAMA, even, num_microbatches=512)
     assert more == stages, "later microbatches repeat what earlier ones do"
+
+
+def test_passes_that_take_turns_need_the_temporary_memory_of_both():
+    costs = [ChunkCosts(kept=10, forward=13, backward=15)]
+    needs = []
+    for is_paired in (False, True):
+        actions = build_schedule("1f1b", 1, 3, is_paired=is_paired).actions(0)
+        points = [*moments(actions, costs, is_paired)]
+        needs.append(max((point.kept + point.workspace, point.in_flight) for point in points))
+    assert needs == [(15, 1), (2 * 10 + 3 + 5, 2)]
 
 
 def test_experts_and_their_states_are_divided_over_their_axes():

@@ -20,6 +20,7 @@ from lightning_megatron.plan import (
     custom_schedule,
     plan_transfers,
 )
+from lightning_megatron.plan.actions import PassPair
 from lightning_megatron.plan.schedule import NAMED_SCHEDULES
 from lightning_megatron.plan.simulate import consumer_of
 
@@ -43,7 +44,10 @@ def drawn_schedule(number: int, *names: str) -> Schedule:
     if name == "interleaved":
         sizes = range(stages, microbatches + 1)
         group = draw.choice([size for size in sizes if not 0 < microbatches % size < stages])
-    return build_schedule(name, stages, microbatches, chunks, group, draw.random() < 0.25)
+    forward_only, may_pair = draw.random() < 0.25, draw.random() < 0.5
+    has_pairs = name == "dualpipe-v" or (name, stages) == ("1f1b", 1)
+    is_paired = may_pair and has_pairs and microbatches > 1 and not forward_only
+    return build_schedule(name, stages, microbatches, chunks, group, forward_only, is_paired)
 
 
 def drawn_costs(number: int, placement: Placement) -> StageCosts:
@@ -147,8 +151,14 @@ class Rank:
             self.next += 1
         return self.next > start
 
-    def run(self, action: Action) -> None:
-        """Run an action, which takes its input and may hand its result to this stage itself."""
+    def run(self, action: Action | PassPair) -> None:
+        """Run an action, which takes its input and may hand its result to this stage itself; a pair
+        takes the inputs of both first.
+        """
+        if isinstance(action, PassPair):
+            for one in reversed(action.actions):
+                self.run(one)
+            return
         # An input half takes and makes the gradients that a full backward takes and makes.
         kind = "B" if action.kind == "I" else action.kind
         key = (kind, action.chunk, action.microbatch)
@@ -254,5 +264,6 @@ def check_runs(schedule: Schedule) -> None:
     for rank in (*execute(schedule, rows), *execute(schedule, rows, singly=True)):
         assert rank.next == len(rank.instructions), f"stage {rank.rank} is stuck at {rank.next}"
         assert not rank.held, f"stage {rank.rank} received what it never used"
-        computed = [step for step in rank.instructions if isinstance(step, Action)]
+        steps = [step for step in rank.instructions if not isinstance(step, TransferBatch)]
+        computed = [action for step in steps for action in step.actions]
         assert computed == list(schedule.actions(rank.rank))

@@ -20,6 +20,7 @@ from lightning_megatron.plan import (
     plan_transfers,
     simulate,
 )
+from lightning_megatron.plan.actions import PassPair
 from lightning_megatron.plan.live_microbatches import check_peak, peak_activations
 from lightning_megatron.plan.schedule import SCHEDULE_NAMES
 from lightning_megatron.plan.settings import join_or
@@ -118,6 +119,28 @@ def test_a_result_is_sent_before_the_next_action():
     assert kinds == ["transfer", "F", "I", "transfer", "W"], "W does not delay the gradient"
 
 
+def test_pairs_switch_between_microbatches_of_two_streams():
+    alone = build_schedule("1f1b", 1, 4, is_paired=True)
+    assert peaks(alone) == [2], "the next forward begins before each backward"
+    both = (alone, *(build_schedule("dualpipe-v", pp, 4 * pp, 2, is_paired=True) for pp in (2, 8)))
+    for schedule in both:
+        for rank, row in enumerate(plan_transfers(schedule)):
+            pairs = [step for step in row if isinstance(step, PassPair)]
+            number = 2 * schedule.num_microbatches - 3 * schedule.num_stages + rank + 1
+            assert len(pairs) == (3 if schedule is alone else number)
+            for pair in pairs:
+                first, second = pair.actions
+                if schedule is alone:
+                    assert first.microbatch == second.microbatch + 1
+                else:
+                    assert {first.chunk, second.chunk} == {0, 1}
+    plain = build_schedule("dualpipe-v", 2, 8, 2)
+    assert not any(isinstance(step, PassPair) for row in plan_transfers(plain) for step in row)
+    row = (Action("F", 0, 0), Action("B", 0, 0))
+    single = Schedule("mine", 1, 1, 1, (row,), is_paired=True)
+    assert single.pair_at(0, 0) is None, "a backward needs the forward of its own microbatch"
+
+
 def peaks(schedule: Schedule) -> list[int]:
     return [live_microbatches(schedule, rank).total for rank in range(schedule.num_stages)]
 
@@ -213,6 +236,8 @@ def test_schedules_that_cannot_run_are_refused_with_the_rule_and_a_remedy():
             (("interleaved", 4, 9, 2, 3), "a smaller group would wait for its own output"),
             (("zb-v", 4, 8), "runs two chunks per stage: vpp is 1."),
             (("dualpipe-v", 4, 7, 2), "Use 8 microbatches or more, or schedule 'zb-v'."),
+            (("1f1b", 1, 1, 1, None, False, True), "needs at least two microbatches in a step"),
+            (("1f1b", 2, 4, 1, None, False, True), "schedule is '1f1b' with pp 2."),
             (("zb-v", 4, 8, 2, 4), "microbatch_group_size (4) belongs to schedule 'interleaved'"),
         ],
     )

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 from unittest.mock import patch
 
 import pytest
+import torch
 from lightning import Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import StrategyRegistry
@@ -31,13 +32,15 @@ from lightning_megatron import (
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.plan import build_schedule
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.strategy.checks.run_checks import check_turns
 from lightning_megatron.strategy.options.sizes import (
     check_batch_size,
     check_hosts,
     check_last_batch,
+    check_sizes,
 )
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions, notes_on
-from tests.fits import strategy_with
+from tests.fits import Language, strategy_with
 
 
 def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
@@ -62,6 +65,20 @@ INVALID: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sequence_parallel": True}, ParallelPlanError, "needs tp above 1"),
     ({"linear.overlap": True}, ParallelPlanError, "needs tp above 1 and sequence_parallel: tp is 1"),
     ({"tp": 2, "sequence_parallel": False, "linear.overlap": True}, ParallelPlanError, "sequence_parallel False"),
+    ({"experts.overlap": True}, ParallelPlanError, "experts.overlap needs ep above 1"),
+    ({"experts.overlap": True, "ep": 2, "pp": 2}, ParallelPlanError, "schedule is '1f1b' with pp 2. Use schedule '1f1b' with pp=1, 'dualpipe-v'"),
+    ({"experts.overlap": True, "ep": 2, "pp": 2, "vpp": 2, "schedule": "auto"}, ParallelPlanError, "schedule is 'auto'"),
+    *(
+        ({"experts.overlap": True, "ep": 2, **more}, UnsupportedError, f"experts.overlap cannot be used with {name}, because two microbatches")
+        for name, more in (
+            ("cuda_graphs", {"cuda_graphs": "segments"}),
+            ("experts.transport of one_sided", {"experts.transport": "one_sided"}),
+            ("experts.clones", {"experts.clones": 1}),
+            ("linear.overlap", {"tp": 2, "linear.overlap": True}),
+            ("linear.backend of te", {"linear.backend": "te"}),
+            ("recompute with offload", {"recompute": {"parts": ["full"], "offload": True}}),
+        )
+    ),
     ({"loss_chunk": "never"}, ParallelPlanError, "auto, forward or None: it is 'never'"),
     ({"cuda_graphs": "parts"}, ParallelPlanError, "cuda_graphs must be segments, full"),
     ({"cuda_graphs": {"mode": "segments", "warmup_steps": 0}}, ParallelPlanError, "cuda_graphs.warmup_steps must be"),
@@ -148,7 +165,14 @@ def test_every_argument_reaches_the_options():
         "cuda_graphs": asdict(CudaGraphs("segments", warmup_steps=4)),
     }  # fmt: skip
     # Those that contradict others.
-    others = {"experts.rows", "experts.clones", "fp8", "linear.backend"}
+    others = {
+        "experts.rows",
+        "experts.clones",
+        "experts.overlap",
+        "fp8",
+        "linear.backend",
+        "linear.parts",
+    }
     assert defaults.keys() - changed.keys() == others
     options = flat(strategy_with(**changed).options.as_dict())
     assert {name: options[name] for name in changed} == changed
@@ -213,6 +237,21 @@ def test_ranks_that_share_memory_must_be_on_one_host():
         is_refused = spanning_ranks is not None
         with pytest.raises(ParallelPlanError, match=words) if is_refused else nullcontext():
             check_hosts(overlap, layout, ranks_per_host)
+
+
+def test_turns_need_automatic_optimization_two_microbatches_and_no_compiler():
+    options = strategy_with(**{"ep": 2, "experts.overlap": True}).options
+    layout = ParallelLayout(2, **options.sizes())
+    module = Language()
+    module.automatic_optimization = False
+    with pytest.raises(UnsupportedError, match="needs automatic optimization"):
+        check_sizes(module, options, layout, {"train_dataloaders": None})
+    with pytest.raises(ParallelPlanError, match="at least two microbatches"):
+        check_batch_size(4, options, layout)
+    halves = strategy_with(**{"ep": 2, "experts.overlap": True, "microbatch_size": 2}).options
+    check_batch_size(4, halves, layout)
+    with pytest.raises(UnsupportedError, match="inside of layers: .* is compiled"):
+        check_turns(torch.compile(torch.nn.Linear(1, 1)), options)  # type: ignore[arg-type]
 
 
 def test_layout_places_chunks_in_the_shape_of_the_schedule():

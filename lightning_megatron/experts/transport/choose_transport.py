@@ -11,6 +11,7 @@ from lightning_megatron.experts.transport.dispatchers import (
     GatherDispatcher,
     LocalDispatcher,
     OneSidedDispatcher,
+    SwitchingDispatcher,
 )
 from lightning_megatron.experts.transport.peer_clones import Matrices, PeerClones
 from lightning_megatron.experts.transport.peer_transfer import transfer_over
@@ -86,6 +87,9 @@ def choose_transport(
     if mesh.etp.size > 1:
         dispatcher = GatherDispatcher(dispatcher, mesh.etp)
         reason = f"{reason}; all-gather over etp, whose ranks hold parts of the same experts"
+    if mesh.turns is not None:
+        dispatcher = SwitchingDispatcher(dispatcher, mesh.turns)
+        reason = f"{reason}; another microbatch computes meanwhile"
     return TransportChoice(dispatcher, resolved, reason, peers)
 
 

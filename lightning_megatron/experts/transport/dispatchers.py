@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -43,6 +43,7 @@ from lightning_megatron.groups.in_flight import (
     start_all_to_all_rows,
 )
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.turns import PassTurns
 from lightning_megatron.layers.parameters.remade import Recipe
 from lightning_megatron.plan.shards import ShardRange
 from lightning_megatron.shapes import Float, Int
@@ -143,6 +144,46 @@ class OuterDispatcher(Dispatcher):
     @override
     def combine(self, returned: ExpertOutput) -> Float[Tensor, "tokens hidden"]:
         return self.inner.combine(returned)
+
+
+@dataclass(frozen=True)
+class SwitchingDispatcher(OuterDispatcher):
+    """Dispatcher that lets another microbatch compute while the tokens of one travel.
+
+    Both passes of its communication end a turn once it has started: the forward pass behind it, and
+    the backward pass in front of it.
+    """
+
+    turns: PassTurns
+
+    @override
+    def prepare(
+        self,
+        hidden: Float[Tensor, "tokens hidden"],
+        probabilities: Float[Tensor, "tokens top_k"],
+        experts: Int[Tensor, "tokens top_k"],
+    ) -> PreparedTokens:
+        return self.inner.prepare(hidden, probabilities, experts)
+
+    @override
+    def send(self, prepared: PreparedTokens) -> TokensInTransit:
+        hidden = self.turns.after_backward(prepared.hidden)
+        return self.inner.send(replace(prepared, hidden=hidden))
+
+    @override
+    def receive(self, sent: TokensInTransit) -> ExpertInput:
+        received = self.inner.receive(sent)
+        return replace(received, rows=self.turns.after_forward(received.rows))
+
+    @override
+    def send_back(
+        self, outputs: Float[Tensor, "rows hidden"], dispatched: ExpertInput
+    ) -> ExpertOutput:
+        return self.inner.send_back(self.turns.after_backward(outputs), dispatched)
+
+    @override
+    def combine(self, returned: ExpertOutput) -> Float[Tensor, "tokens hidden"]:
+        return self.turns.after_forward(self.inner.combine(returned))
 
 
 @dataclass(frozen=True)

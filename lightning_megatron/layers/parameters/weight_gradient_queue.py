@@ -95,6 +95,10 @@ class WeightGradientQueue:
         """
         compute_products(self._left.pop(key, deque()))
 
+    def run_open(self) -> None:
+        """Compute the weight gradients that the running input half has deferred so far."""
+        compute_products(self._open or deque())
+
     def discard(self) -> None:
         """Discard all weight gradients, after a step that an error has ended."""
         self._left.clear()

@@ -32,6 +32,7 @@ from lightning_megatron.strategy.options.sizes import (
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.data_loading import train_dataloaders
 from lightning_megatron.swap.decide.automatic import suggest_pipeline_plan, suggest_tensor_plan
+from lightning_megatron.user_code import is_compiled
 from lightning_megatron.version import __version__
 
 #: Trainer settings that decide how many steps run and what they compute.
@@ -177,6 +178,17 @@ def check_train_loaders(trainer: Trainer, options: StrategyOptions, layout: Para
             check_batch_size(batch_size, options, layout)
             if isinstance(loader, DataLoader) and trainer.num_training_batches == _length(loader):
                 check_last_batch(_samples_of_last_batch(loader, batch_size), options, layout)
+
+
+def check_turns(module: LightningModule, options: StrategyOptions) -> None:
+    """Refuse compiled modules if the passes of two microbatches switch inside of layers."""
+    for name, part in module.named_modules() if options.experts.overlap else ():
+        if is_compiled(part):
+            raise UnsupportedError(
+                "experts.overlap cannot be used with torch.compile, because passes switch between "
+                f"two microbatches inside of layers: {name or type(part).__name__} is compiled. "
+                "Leave one of them out."
+            )
 
 
 def _samples_of_last_batch(loader: DataLoader, batch_size: int) -> int:

@@ -79,11 +79,16 @@ class ExpertOptions:
             above 1 and the transport one_sided, which auto then selects; on CPUs collectives
             replace the puts. A mapping, or an ExpertClones, also sets the smallest clone. 0 means
             none.
+        overlap: Whether the tokens of one microbatch travel while another one computes: the forward
+            pass of each microbatch and the backward pass of the one before it switch in every layer
+            with experts. It needs ep above 1, at least two microbatches, which are kept at the same
+            time, and schedule 1f1b with pp=1, or dualpipe-v. Results are bitwise the same.
     """
 
     transport: Transport = "auto"
     rows: Annotated[float, Range(minimum=1)] | None = None
     clones: Index | ExpertClones = 0
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         coerce_fields(self, "experts.")

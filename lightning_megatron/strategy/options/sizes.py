@@ -48,6 +48,12 @@ def check_sizes(
             "and the strategy cannot repeat the backward passes of user code. Use "
             "automatic_optimization=True, or experts.rows=None."
         )
+    if options.experts.overlap and is_fit and not module.automatic_optimization:
+        raise UnsupportedError(
+            "experts.overlap needs automatic optimization, because user code runs the backward "
+            "passes of manual optimization one after the other. Use automatic_optimization=True, "
+            "or experts.overlap=False."
+        )
     data, batch_size, seq_length = data_of(arguments)
     if getattr(data, "documents", "joined") != "joined" and seq_length is not None:
         # Rows of documents are padded to a length that the ranks divide.

@@ -9,7 +9,7 @@ from functools import cached_property
 from math import lcm
 from typing import Any, Literal, TypeVar
 
-from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.plan.context_transport import check_transport_option
 from lightning_megatron.plan.cuda_graphs import CudaGraphs, GraphMode
 from lightning_megatron.plan.custom_schedule import (
@@ -30,6 +30,7 @@ from lightning_megatron.plan.schedule import (
     ScheduleName,
     ScheduleOption,
     check_chunks,
+    check_pairs,
 )
 from lightning_megatron.plan.settings import Count, coerce_fields
 from lightning_megatron.strategy.options.records import (
@@ -174,6 +175,7 @@ class StrategyOptions:
         self._check_schedule()
         linear = self.linear
         self._check_sequence_parallel()
+        self._check_turns()
         check_fp8_products(
             self.products,
             linear.overlap,
@@ -251,6 +253,35 @@ class StrategyOptions:
             )
         if clones is not None:
             clones.check_transport(transport)
+
+    def _check_turns(self) -> None:
+        """Refuse what two microbatches that switch in every layer cannot share."""
+        if not self.experts.overlap:
+            return
+        if self.ep == 1:
+            raise ParallelPlanError(
+                "experts.overlap needs ep above 1: a rank that holds all experts sends no tokens. "
+                "Use ep of 2 or more, or experts.overlap=False."
+            )
+        check_pairs("auto" if self.schedule == "auto" else self.pass_order, self.pp)
+        recompute = Recomputation.of(self.recompute or "none")
+        excluded = {
+            "cuda_graphs": (self.cuda_graphs is not None, "graphs share the memory of one pass"),
+            "experts.transport of one_sided": (
+                self.experts.transport == "one_sided",
+                "puts of both would write into the same memory",
+            ),
+            "experts.clones": (self.clones is not None, "clones are put into the same memory"),
+            "linear.overlap": (self.linear.overlap, "its pieces have the buffers of one pass"),
+            "linear.backend of te": (self.linear.backend == "te", "its state has no microbatch"),
+            "recompute with offload": (recompute.offload, "copies to the host follow one stream"),
+        }
+        for name, (is_set, reason) in excluded.items():
+            if is_set:
+                raise UnsupportedError(
+                    f"experts.overlap cannot be used with {name}, because two microbatches run at "
+                    f"once and {reason}. Leave one of them out."
+                )
 
     @classmethod
     def from_locals(cls, names: Mapping[str, Any]) -> StrategyOptions:
@@ -342,7 +373,14 @@ class StrategyOptions:
     def microbatches(self, layout: ParallelLayout) -> MicrobatchRule:
         """Return the rule that cuts batches into microbatches under a layout."""
         group = self.pipeline.microbatch_group_size
-        return MicrobatchRule(self.microbatch_size, self.pass_order, layout.pp, layout.vpp, group)
+        return MicrobatchRule(
+            self.microbatch_size,
+            self.pass_order,
+            layout.pp,
+            layout.vpp,
+            group,
+            self.experts.overlap,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return all arguments by name."""

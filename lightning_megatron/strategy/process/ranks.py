@@ -278,6 +278,7 @@ class RankStrategy(ParallelStrategy, ABC):
             overlaps_matmul=options.linear.overlap,
             context=ContextLinks.of(options.context.transport, layout, self.num_processes),
             loss_chunk=options.loss_chunk,
+            takes_turns=options.experts.overlap,
         )
         agreed, job = broadcast_object((seed, uuid.uuid4().hex[:12]), mesh.world_cpu)
         if agreed != seed:
