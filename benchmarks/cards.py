@@ -48,7 +48,7 @@ from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 #: Rows of NVIDIA's pages, as of commit 067f987 of Megatron-Bridge (2026-08-22).
 _CARD = "examples/model_verification_cards/{}/card.yaml, {}"
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-_SAVED = {"gradient_dtype": "bfloat16", "moments_dtype": "bfloat16"}
+_BFLOAT16_SUMS = {"gradient_dtype": "bfloat16", "moments_dtype": "bfloat16"}
 #: One eager step, and the capture in the next one.
 _SEGMENTS = {"mode": "segments", "warmup_steps": 1}
 TITLES = ("row", "GPUs", "ms a step", "tokens/s/GPU", "TFLOP/s/GPU", "peak GiB", "estimate GiB")
@@ -87,6 +87,8 @@ class Card:
         devices: Number of GPUs on which the whole model is trained here.
         packs: Whether rows hold conversations.
         lora: Adapters; None trains all weights.
+        joined: Rows that lie end to end in a sample. Attention ends with a conversation, so the
+            work is the same.
         strategy: Arguments of the strategy.
         two: Further arguments on two GPUs.
         differs: What differs from the published row besides GPUs, data and weights.
@@ -99,6 +101,7 @@ class Card:
     devices: int = 1
     packs: bool = False
     lora: LoraSettings | None = None
+    joined: int = 1
     strategy: dict[str, Any] = field(default_factory=dict)
     two: dict[str, Any] = field(default_factory=dict)
     differs: str = "nothing"
@@ -118,7 +121,7 @@ CARDS: dict[str, Card] = {
         length=4096,
         rows=32,
         devices=2,
-        strategy={"microbatch_size": 1, "optimizer": _SAVED, "cuda_graphs": _SEGMENTS},
+        strategy={"microbatch_size": 1, "optimizer": _BFLOAT16_SUMS, "cuda_graphs": _SEGMENTS},
         two={"ep": 2, "experts": {"rows": 1.25}},
         differs="gradient sums and moments in bfloat16",
     ),
@@ -136,7 +139,8 @@ CARDS: dict[str, Card] = {
         rows=32,
         packs=True,
         lora=LoraSettings(r=8, alpha=16, target_modules=_ATTENTION),
-        strategy={"microbatch_size": 4, "cuda_graphs": _SEGMENTS},
+        strategy={"microbatch_size": 4},
+        differs="the whole model on each GPU, and microbatches of four rows",
     ),
     "gpt_oss_20b_lora": Card(
         "gpt_oss_20b",
@@ -152,8 +156,8 @@ CARDS: dict[str, Card] = {
         rows=128,
         packs=True,
         lora=LoraSettings(r=32, alpha=32, target_modules=_ATTENTION),
-        strategy={"microbatch_size": 4, "cuda_graphs": _SEGMENTS},
-        differs="experts have no adapters here, because this package has none for them",
+        strategy={"microbatch_size": 4},
+        differs="microbatches of four rows; no adapters of experts, which this package lacks",
     ),
     "qwen3_8b_lora": Card(
         "qwen3_8b",
@@ -169,7 +173,9 @@ CARDS: dict[str, Card] = {
         rows=32,
         packs=True,
         lora=LoraSettings(r=8, alpha=16, target_modules=_ATTENTION),
-        strategy={"microbatch_size": 4, "cuda_graphs": _SEGMENTS},
+        strategy={"microbatch_size": 1},
+        joined=4,
+        differs="microbatches of four rows, which lie end to end",
     ),
     "qwen3_8b_sft": Card(
         "qwen3_8b",
@@ -185,7 +191,7 @@ CARDS: dict[str, Card] = {
         rows=32,
         devices=2,
         packs=True,
-        strategy={"microbatch_size": 2, "optimizer": _SAVED, "cuda_graphs": _SEGMENTS},
+        strategy={"microbatch_size": 2, "optimizer": _BFLOAT16_SUMS, "cuda_graphs": _SEGMENTS},
         differs="dp instead of tp; gradient sums and moments in bfloat16",
     ),
     "qwen3_8b": Card(
@@ -201,7 +207,7 @@ CARDS: dict[str, Card] = {
         length=4096,
         rows=16,
         devices=2,
-        strategy={"microbatch_size": 1, "optimizer": _SAVED, "cuda_graphs": _SEGMENTS},
+        strategy={"microbatch_size": 1, "optimizer": _BFLOAT16_SUMS, "cuda_graphs": _SEGMENTS},
         differs="fewer microbatches; gradient sums and moments in bfloat16",
     ),
     "llama3_8b_fp8": Card(
@@ -219,7 +225,7 @@ CARDS: dict[str, Card] = {
         strategy={
             "microbatch_size": 1,
             "fp8": {"recipe": "tensorwise", "parameters": "fp8"},
-            "optimizer": _SAVED,
+            "optimizer": _BFLOAT16_SUMS,
             "cuda_graphs": _SEGMENTS,
         },
         differs="gradient sums and moments in bfloat16",
@@ -261,8 +267,7 @@ class Job:
         config: Configuration of the model in the form of Hugging Face.
         devices: Number of ranks.
         samples: Samples of a step and data-parallel rank.
-        joined: Rows of the card that lie end to end in a sample. Attention ends with a
-            conversation, so the work is the same.
+        joined: Rows of the card that lie end to end in a sample.
         strategy: Arguments of the strategy.
         is_tiny: Whether it trains on the CPU.
     """
@@ -286,7 +291,8 @@ class Job:
             config["num_hidden_layers"] = args.layers
             if config.get("layer_types"):
                 config["layer_types"] = config["layer_types"][: args.layers]
-        if args.joined > 1 and not card.packs:
+        joined = args.joined or card.joined
+        if joined > 1 and not card.packs:
             raise SystemExit(f"--joined needs rows of conversations: {args.name} has none.")
         devices = args.devices or (1 if args.tiny else card.devices)
         two = card.two if devices == 2 else {}
@@ -295,8 +301,8 @@ class Job:
             # Graphs, products in 8 bits and moments in bfloat16 need a GPU.
             strategy |= {"cuda_graphs": None, "fp8": None, "optimizer": {}}
         size = strategy["microbatch_size"]
-        samples = args.microbatches * size if args.microbatches else card.rows // args.joined
-        return cls(card, config, devices, samples, args.joined, strategy, args.tiny)
+        samples = args.microbatches * size if args.microbatches else card.rows // joined
+        return cls(card, config, devices, samples, joined, strategy, args.tiny)
 
     @property
     def lengths(self) -> list[int]:
@@ -428,7 +434,7 @@ def arguments_of(line: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=4, help="measured steps")
     add("--warmup", type=int, default=5, help="steps before the measured steps")
     add("--microbatches", type=int, help="microbatches of a step, by default the card's rows")
-    add("--joined", type=int, default=1, help="rows of the card that lie end to end in a sample")
+    add("--joined", type=int, help="rows that lie end to end in a sample, by default the card's")
     add("--layers", type=int, help="layers of the model, by default all")
     add("--options", default="{}", help="further arguments of the strategy, as JSON")
     add(
