@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor
 from lightning_megatron import ParallelLayout
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.memory import lone_stage
 from lightning_megatron.memory.estimate import estimate_module
+from lightning_megatron.plan.budget import StageMemory
 from tests.memory.own_modules import (
     LENGTH,
     MODULES,
@@ -74,6 +77,36 @@ def test_a_module_can_be_traced_for_a_gpu_without_a_build_of_torch_for_gpus(make
     batch = (TOKENS, TOKENS) if make is Drawing else TEXT
     (estimate,) = estimate_module(make(), batch, ParallelLayout(1), STEP)
     assert estimate.activations > 0
+
+
+class Holder(torch.nn.Module):
+    """A module around a Hugging Face model, which is replaced."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Any) -> Any:
+        return self.model(**batch)
+
+
+def test_frozen_weights_that_a_conversion_separates_would_be_copied_until_the_backward_pass() -> (
+    None
+):
+    half = replace(STEP, parameter_bytes=2, activation_bytes=2, main_bytes=4)
+
+    def estimate() -> StageMemory:
+        module = Holder(adapted_llama().train())
+        return estimate_module(module, TEXT, ParallelLayout(1), half)[0]
+
+    joined = estimate()
+    with patch.object(lone_stage, "join_frozen"):
+        separate = estimate()
+    # Below the first queries, keys and values nothing is trained, and nothing keeps their weights.
+    attention, gated = 64 + 2 * 32, 2 * 128
+    rows = 2 * attention + 3 * gated
+    assert separate.activations - joined.activations == rows * 64 * 2
+    assert separate.static == joined.static
 
 
 class Sized(Nano):
