@@ -55,8 +55,8 @@ def with_halves(schedule: Schedule, delay: int = 1) -> Schedule:
             if action.kind != "B":
                 split.append(action)
                 continue
-            split.append(replace(action, kind="I"))
-            waiting.append(replace(action, kind="W"))
+            split.append(action._replace(kind="I"))
+            waiting.append(action._replace(kind="W"))
             if len(waiting) > delay:
                 split.append(waiting.pop(0))
         rows.append((*split, *waiting))
