@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.measure import FLOP_RULE, QUIET, Measure, heading, merged, option_parser
-from benchmarks.recipe_speeds import MODELS, shrunk, write_folder
+from benchmarks.recipe_speeds import CONFIGS, MODELS, shrunk, write_folder
 from benchmarks.shapes import document_lengths, seen_length
 from lightning_megatron import HuggingFaceCausalLM, LoraSettings, MegatronStrategy, Profile
 from lightning_megatron.families import family_of
@@ -80,7 +80,7 @@ class Card:
     """Published row, and the training that repeats its work.
 
     Args:
-        model: Name in ``MODELS``.
+        model: Name in ``MODELS``, or of a published configuration.
         published: The row.
         length: Tokens of a row.
         rows: Rows of a step and data-parallel rank.
@@ -109,7 +109,7 @@ class Card:
 
 CARDS: dict[str, Card] = {
     "moonlight_16b": Card(
-        "moonlight_16b_a3b",
+        "Moonlight-16B-A3B",
         Published(
             "16 H100",
             22_528,
@@ -284,7 +284,7 @@ class Job:
     def of(cls, args: argparse.Namespace) -> Job:
         """Return the job of a command line."""
         card = CARDS[args.name]
-        config = dict(MODELS[card.model])
+        config = dict((CONFIGS | MODELS)[card.model])
         if args.tiny:
             config = shrunk(config) | {"vocab_size": 512, "pad_token_id": None}
         if args.layers:

@@ -33,9 +33,10 @@ from lightning_megatron.data.tokenizer import ByteTokenizer
 from lightning_megatron.recipe_files import recipe_path, recipes_below
 
 _PUBLISHED = Path(__file__).parents[1] / "tests/swap/published_configs.json"
-_CONFIGS = json.loads(_PUBLISHED.read_text("utf-8"))
+#: Published configurations, by the names of the models.
+CONFIGS = json.loads(_PUBLISHED.read_text("utf-8"))
 #: Qwen3 8B is longer, wider and untied; its family is the same as that of the smallest one.
-_QWEN3_8B = _CONFIGS["Qwen3-0.6B"] | {
+_QWEN3_8B = CONFIGS["Qwen3-0.6B"] | {
     "hidden_size": 4096,
     "intermediate_size": 12288,
     "num_attention_heads": 32,
@@ -44,12 +45,11 @@ _QWEN3_8B = _CONFIGS["Qwen3-0.6B"] | {
 }
 #: Published configurations of the models that recipes name, by the beginning of their names.
 MODELS: dict[str, dict[str, Any]] = {
-    "llama3_8b": _CONFIGS["Llama-3.1-8B"],
+    "llama3_8b": CONFIGS["Llama-3.1-8B"],
     "qwen3_8b": _QWEN3_8B,
-    "qwen3_30b_a3b": _CONFIGS["Qwen3-30B-A3B"],
-    "gpt_oss_20b": _CONFIGS["gpt-oss-20b"],
-    "smollm2_135m": _CONFIGS["SmolLM2-135M"],
-    "moonlight_16b_a3b": _CONFIGS["Moonlight-16B-A3B"],
+    "qwen3_30b_a3b": CONFIGS["Qwen3-30B-A3B"],
+    "gpt_oss_20b": CONFIGS["gpt-oss-20b"],
+    "smollm2_135m": CONFIGS["SmolLM2-135M"],
 }
 _TINY_MODEL = {"num_hidden_layers": 2, "layer_types": None, "hidden_size": 64, "head_dim": 16}
 _TINY_MODEL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
