@@ -228,7 +228,9 @@ def with_transport(
     chooses = training.expert_transport == "auto" and not training.clone_places
     if experts is None or not chooses or not links_of(layout, gpus_per_node)["ep"].crosses_nodes:
         return training
-    gathers = experts.top_k >= layout.ep
+    graphs = training.cuda_graphs
+    is_static = graphs is not None and graphs.holds_transport
+    gathers = experts.top_k >= layout.ep or is_static
     return replace(training, expert_transport="all_gather" if gathers else "all_to_all")
 
 

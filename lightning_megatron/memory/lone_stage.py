@@ -256,6 +256,7 @@ def _set_options(
     """Set the options of a run; return its limit on the rows of experts."""
     limit = None if training.expert_rows is None else RowLimit(training.expert_rows, mesh)
     clones = ExpertClones(training.clone_places) if training.clone_places else None
+    graphs = training.cuda_graphs
     for model in models:
         model.compares_counts = False
         if not Recomputation.of(training.recompute).is_off:
@@ -264,6 +265,7 @@ def _set_options(
             model.loss_chunk = training.loss_chunk
         for number, layer in model.mixtures.items():
             layer.transport = training.expert_transport
+            layer.needs_static = graphs is not None and graphs.holds_transport
             layer.clones = None if clones is None else clones.on(kind)
             layer.row_limit = None if limit is None else LayerRows(limit, number, mesh.ep.size)
     return limit

@@ -21,7 +21,7 @@ from lightning_megatron.plan.settings import (
 
 Scoring = Literal["softmax", "sigmoid"]
 BalanceScope = Literal["microbatch", "sequence", "global"]
-#: ``auto`` means puts between GPUs that can, else an all-gather, or an all-to-all if top_k < ep.
+#: ``auto`` means puts between GPUs that can, else an all-gather; an all-to-all if top_k < ep.
 Transport = Literal["auto", "all_gather", "all_to_all", "one_sided"]
 ChosenTransport = Literal["none", "all_gather", "all_to_all", "one_sided"]
 #: Limits are multiples of the tile of a grouped product (rows).

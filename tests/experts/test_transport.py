@@ -92,9 +92,8 @@ def make_gpu_mesh(monkeypatch: pytest.MonkeyPatch, reason_unavailable: str | Non
 def test_auto_chooses_puts_on_gpus_that_support_them(monkeypatch):
     for unavailable, top_k, has_shared, kind, reason in (
         (None, 2, False, "one_sided", "these GPUs write into each other's memory"),
-        (None, 1, False, "one_sided", "these GPUs write into each other's memory"),
-        (None, 1, True, "one_sided", "these GPUs write into each other's memory"),
-        ("ranks are far apart", 1, False, "all_to_all", "no puts: ranks are far apart"),
+        (None, 1, False, "all_to_all", "static sizes would keep memory for all tokens"),
+        (None, 1, True, "all_to_all", "static sizes would keep memory for all tokens"),
         (None, 2, True, "all_gather", "an all-gather overlaps with the shared expert"),
         ("ranks are far apart", 2, False, "all_gather", "no puts: ranks are far apart"),
     ):
@@ -103,6 +102,8 @@ def test_auto_chooses_puts_on_gpus_that_support_them(monkeypatch):
         assert choice.transport == kind
         assert isinstance(choice.dispatcher, OneSidedDispatcher) == (kind == "one_sided")
         assert choice.reason.endswith(reason)
+    captured = choose_transport(4, 1, make_gpu_mesh(monkeypatch, None), needs_static=True)
+    assert captured.transport == "one_sided", "graphs hold no reads of the host"
     for top_k, has_shared in ((1, False), (2, True)):
         mesh, clones = make_gpu_mesh(monkeypatch, None), ExpertClones(1)
         choice = choose_transport(

@@ -108,7 +108,9 @@ def _compare(rank: int, size: int) -> None:
     mesh = mesh_of(rank, size)
     one_sided, gather = dispatchers_of(mesh)
     assert isinstance(one_sided, OneSidedDispatcher)
-    assert choose_transport(NUM_EXPERTS, TOP_K, mesh).transport == "one_sided"
+    automatic = "one_sided" if size <= TOP_K else "all_to_all"
+    assert choose_transport(NUM_EXPERTS, TOP_K, mesh).transport == automatic
+    assert choose_transport(NUM_EXPERTS, TOP_K, mesh, needs_static=True).transport == "one_sided"
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         experts = make_experts(mesh, dtype)
         for number, length in enumerate(LENGTHS):

@@ -115,7 +115,7 @@ BUDGETS: dict[str, int] = {
     "groups": 2710,
     "kernels": 4750,
     "layers": 7910,
-    "memory": 1090,
+    "memory": 1100,
     "models": 4420,
     "optimizer": 3130,
     "pipeline": 850,

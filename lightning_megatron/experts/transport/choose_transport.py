@@ -52,11 +52,11 @@ def choose_transport(
 
     One-sided puts move the fewest rows (:func:`~lightning_megatron.plan.experts.rows_received`),
     and their sizes are static. They need GPUs with peer access, and cannot overlap with a shared
-    expert. Instead of them, an all-gather also has static sizes; but if ``top_k`` is below ``ep``,
-    it moves more rows than an all-to-all, whose sizes the host reads. A limit on the rows of
-    experts, and graphs of them (``needs_static``), exclude the all-to-all. With clones "auto" means
-    puts, and collectives in their place between CPUs, which also move the weights of clones: only
-    then are ``matrices`` needed.
+    expert. Instead of them, an all-gather also has static sizes. Both keep buffers for the worst
+    routing in every layer, so if ``top_k`` is below ``ep``, "auto" means an all-to-all, whose sizes
+    the host reads. A limit on the rows of experts, and graphs of them (``needs_static``), exclude
+    it. With clones "auto" means puts, and collectives in their place between CPUs, which also move
+    the weights of clones: only then are ``matrices`` needed.
 
     Communication: that of
         :func:`~lightning_megatron.layers.fused.choose_kernels.reason_against_puts`, where puts may
@@ -114,19 +114,21 @@ def _transport(
     if requested != "auto":
         return requested, "asked for"
     gathers_few = top_k >= ep
-    why = f"top_k ({top_k}) is {'at least' if gathers_few else 'below'} ep ({ep})"
+    if not gathers_few and not needs_static:
+        why = (
+            f"top_k ({top_k}) is below ep ({ep}), and static sizes would keep memory for all tokens"
+        )
+        return "all_to_all", why
     # A put cannot overlap with the shared expert, an all-gather can.
     reason: str | None = "an all-gather overlaps with the shared expert"
     if not (has_shared and gathers_few):
         reason = reason_against_puts(mesh.ep, mesh.device)
     if reason is None:
         return "one_sided", "these GPUs write into each other's memory"
-    if needs_static and not gathers_few:
-        why = "experts.rows and graphs of experts need static sizes"
-    return (
-        "all_gather" if gathers_few or needs_static else "all_to_all",
-        f"{why}; no puts: {reason}",
-    )
+    why = "experts.rows and graphs of experts need static sizes"
+    if gathers_few:
+        why = f"top_k ({top_k}) is at least ep ({ep})"
+    return "all_gather", f"{why}; no puts: {reason}"
 
 
 def _over_ep(

@@ -66,9 +66,9 @@ class ExpertOptions:
             sends each token to its experts only, and the host reads sizes. one_sided sends each
             token to its experts only, with static sizes, into the memory of other GPUs of the host;
             with NVLink multicast it needs TORCH_SYMM_MEM_DISABLE_MULTICAST=1 in the environment.
-            auto means one_sided if GPUs support it. It means all_gather if they do not, and beside
-            a shared expert, with which an all-gather overlaps; but if a token has fewer experts
-            than ep, all_to_all replaces an all-gather, unless CUDA graphs hold the experts.
+            auto means all_to_all if a token has fewer experts than ep, unless CUDA graphs hold the
+            experts or rows limits their buffers. Otherwise it means one_sided if GPUs support it
+            and no shared expert runs concurrently, else all_gather.
         rows: Rows of a rank's expert buffers, as a multiple of the even share, at least 1.
             all_to_all has no such buffers, so auto does not select it then. A step that needs more
             rows is run again without a limit. After the second time the limit grows. None means the
