@@ -29,6 +29,7 @@ NOT_RUN = {
     "train on preferences": "tests of recipes train a small folder by it",
     "GPT-2 of the paper": "it needs GPUs and a corpus",
     "names on the Hub": "it downloads a model and a data set; test_hub.py trains by names from a cache",
+    "cuDNN of torch": "it needs the CUDA build of torch",
     "lora recipe": "tests of recipes train a small folder by it",
 }
 
