@@ -299,11 +299,6 @@ class ChipSpeeds:
         return prices.get(kind, max(prices.values(), default=0.0))
 
     @property
-    def launch_of_graph(self) -> float:
-        """Return what the host needs to launch a graph (s)."""
-        return float(self._needed("launches").get("graph", 0.0))
-
-    @property
     def kind(self) -> str:
         """Return the kind of the measured device, "cuda" or "cpu"."""
         return "cpu" if self._content.get("gpu") == "cpu" else "cuda"

@@ -159,11 +159,6 @@ class LegalChoices:
                 if layout is not None:
                     yield layout
 
-    def choices(self, layout: ParallelLayout) -> Iterator[Choice]:
-        """Yield the choices of a layout."""
-        for sizes in self.sizes(layout):
-            yield from self.variants(sizes)
-
     def variants(self, sizes: Choice) -> Iterator[Choice]:
         """Yield the choices of some chunks, schedule and microbatches: their other options."""
         products = self._products_of(sizes.layout)

@@ -34,6 +34,7 @@ from lightning_megatron.memory.lone_stage import repeated_after
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.budget import TrainingShape, check_shape
 from lightning_megatron.plan.custom_schedule import build_order, order_may_split
+from lightning_megatron.plan.experts import collective_over_ep
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.partition import partition_of
 from lightning_megatron.plan.simulate import StageCosts, simulate
@@ -230,8 +231,9 @@ def with_transport(
         return training
     graphs = training.cuda_graphs
     is_static = graphs is not None and graphs.holds_transport
-    gathers = experts.top_k >= layout.ep or is_static
-    return replace(training, expert_transport="all_gather" if gathers else "all_to_all")
+    needs_static = is_static or training.expert_rows is not None
+    chosen = collective_over_ep(experts.top_k, layout.ep, needs_static)
+    return replace(training, expert_transport=chosen)
 
 
 def links_of(layout: ParallelLayout, gpus_per_node: int) -> dict[str, Link]:

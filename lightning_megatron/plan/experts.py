@@ -218,6 +218,17 @@ def rows_received(transport: ChosenTransport, config: ExpertsConfig, ep: int) ->
     return others * (1.0 - without)
 
 
+def collective_over_ep(
+    top_k: int, ep: int, needs_static: bool
+) -> Literal["all_gather", "all_to_all"]:
+    """Return the transport that "auto" means where GPUs do not put.
+
+    An all-gather keeps buffers for the worst routing in every layer. If ``top_k`` is below ``ep``,
+    it replaces an all-to-all only where sizes must be static.
+    """
+    return "all_gather" if top_k >= ep or needs_static else "all_to_all"
+
+
 def worst_factor(config: ExpertsConfig, ep: int) -> float:
     """Return the rows that a rank has in the worst routing, as a multiple of the even share."""
     return ep * min(config.top_k, config.num_experts // ep) / config.top_k

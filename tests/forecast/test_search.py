@@ -93,6 +93,11 @@ def space_of(config: GPTConfig, num_ranks: int, **changes: Any) -> SearchSpace:
     )
 
 
+def choices_of(legal: LegalChoices) -> list[Choice]:
+    sizes = [one for layout in legal.layouts() for one in legal.sizes(layout)]
+    return [choice for one in sizes for choice in legal.variants(one)]
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "space", [space_of(CONFIG, 4), space_of(MIXTURE, 8)], ids=["dense", "experts"]
@@ -101,7 +106,7 @@ def test_a_search_finds_what_trying_every_choice_finds(space: SearchSpace, seed:
     costs = Drawn(seed)
     best: dict[tuple[int, ...], float] = {}
     legal = LegalChoices(space)
-    choices = [choice for layout in legal.layouts() for choice in legal.choices(layout)]
+    choices = choices_of(legal)
     for choice in choices:
         if costs.memory(choice).peak <= 600:
             time = costs.time(choice).seconds
@@ -115,7 +120,7 @@ def test_a_search_finds_what_trying_every_choice_finds(space: SearchSpace, seed:
 
 def test_choices_are_legal_and_all_options_occur() -> None:
     legal = LegalChoices(space_of(MIXTURE, 8, allows_fp8=True))
-    choices = [choice for layout in legal.layouts() for choice in legal.choices(layout)]
+    choices = choices_of(legal)
     seen = {
         name: {str(one.options().get(name)) for one in choices} for name in choices[0].options()
     }
@@ -128,7 +133,7 @@ def test_choices_are_legal_and_all_options_occur() -> None:
 def test_given_options_are_kept() -> None:
     given = {"pp": 2, "recompute": "full", "cuda_graphs": None, "microbatch_size": "batch"}
     legal = LegalChoices(space_of(CONFIG, 4, given=given))
-    choices = [choice for layout in legal.layouts() for choice in legal.choices(layout)]
+    choices = choices_of(legal)
     assert {choice.layout.pp for choice in choices} == {2}
     assert {str(choice.training.recompute) for choice in choices} == {"full"}
     assert {choice.training.num_microbatches for choice in choices} == {1}
@@ -137,7 +142,7 @@ def test_given_options_are_kept() -> None:
 def test_each_size_of_a_ramp_up_can_be_divided() -> None:
     space = replace(space_of(CONFIG, 4), batch=GlobalBatch(8, RampUp(4, 2, 100)))
     legal = LegalChoices(space)
-    choices = [choice for layout in legal.layouts() for choice in legal.choices(layout)]
+    choices = choices_of(legal)
     assert {one.layout.dp * one.training.microbatch_size for one in choices} == {1, 2}
 
 

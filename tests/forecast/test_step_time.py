@@ -155,6 +155,8 @@ def test_experts_of_other_nodes_get_their_tokens_over_the_network(cluster):
     assert slow.exposed["ep"] > 2 * far.exposed["ep"] > 0
     shape = with_transport(config, layout, training(), 8)
     assert shape.expert_transport == "all_to_all"
+    limited = with_transport(config, layout, replace(training(), expert_rows=1.25), 8)
+    assert limited.expert_transport == "all_gather"
     assert with_transport(config, layout, training(), 16).expert_transport == "auto"
     few = ParallelLayout(world_size=16, ep=2, tp=8, etp=8)
     assert with_transport(config, few, training(), 8).expert_transport == "all_gather"

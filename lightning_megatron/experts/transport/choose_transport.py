@@ -19,7 +19,7 @@ from lightning_megatron.experts.transport.row_limit import LayerRows
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.fused.choose_kernels import reason_against_puts
 from lightning_megatron.plan.expert_clones import ExpertClones, ExpertPlaces
-from lightning_megatron.plan.experts import ChosenTransport, Transport
+from lightning_megatron.plan.experts import ChosenTransport, Transport, collective_over_ep
 from lightning_megatron.plan.shards import ShardRange, even_range
 
 
@@ -114,11 +114,12 @@ def _transport(
     if requested != "auto":
         return requested, "asked for"
     gathers_few = top_k >= ep
-    if not gathers_few and not needs_static:
+    collective = collective_over_ep(top_k, ep, needs_static)
+    if collective == "all_to_all":
         why = (
             f"top_k ({top_k}) is below ep ({ep}), and static sizes would keep memory for all tokens"
         )
-        return "all_to_all", why
+        return collective, why
     # A put cannot overlap with the shared expert, an all-gather can.
     reason: str | None = "an all-gather overlaps with the shared expert"
     if not (has_shared and gathers_few):
@@ -128,7 +129,7 @@ def _transport(
     why = "experts.rows and graphs of experts need static sizes"
     if gathers_few:
         why = f"top_k ({top_k}) is at least ep ({ep})"
-    return "all_gather", f"{why}; no puts: {reason}"
+    return collective, f"{why}; no puts: {reason}"
 
 
 def _over_ep(
